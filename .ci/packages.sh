@@ -5,7 +5,7 @@ build_packages=(g++ cmake ninja-build pkg-config libcli11-dev libfmt-dev nlohman
   libgtest-dev libgmock-dev librapidcheck-dev)
 demo_packages=(python3 python3-venv ca-certificates)
 arm64_packages=(g++-aarch64-linux-gnu qemu-user googletest)
-sanitizer_packages=(clang libomp-dev)
+sanitizer_packages=(clang libclang-rt-dev libomp-dev llvm)
 
 say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 
