@@ -53,12 +53,15 @@ pkg_config() {
   [[ $(flags --modversion) == "$version" ]] || fail "logitless.pc says $(flags --modversion)"
 }
 
-# The README's first C++ block is a whole program; it must be one that runs.
+# The README's first C++ block is a whole program: it must run and print what its last comment says.
 readme_example() {
   awk '/^```cpp$/ {inside = 1; next} /^```$/ {if (inside) exit} inside' "$SOURCE/README.md" \
     >"$work/readme.cc"
   [[ -s $work/readme.cc ]] || fail "no C++ block in README.md"
-  compile_and_run "$work/readme.cc"
+  local printed expected
+  printed=$(compile_and_run "$work/readme.cc")
+  expected=$(sed -n 's|.*std::printf.*// ||p' "$work/readme.cc")
+  [[ -n $expected && $printed == "$expected" ]] || fail "prints '$printed', README says '$expected'"
 }
 
 # Nothing but the public API may be visible, and the file must be found by its SONAME.
