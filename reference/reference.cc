@@ -17,6 +17,8 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 // it (forward), so memory stays near kTokenBlock * V * 8 bytes whatever BT is.
 constexpr int64_t kTokenBlock = 128;
 constexpr int64_t kVocabularyChunk = 1024;
+// Fewer elementary steps than this are not worth waking other threads for.
+constexpr int64_t kParallelWork = 1 << 20;
 
 // ---- reading views ----------------------------------------------------------------------------
 
@@ -65,7 +67,7 @@ Matrix read_rows(const ConstMatrixView& view, std::span<const int64_t> rows,
                  std::optional<DType> multiply) {
   Matrix result(static_cast<int64_t>(rows.size()), view.cols);
   const bool rounds = multiply && *multiply != view.dtype;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (result.rows * result.cols > kParallelWork)
   for (int64_t r = 0; r < result.rows; ++r) {
     const int64_t first = rows[static_cast<size_t>(r)] * view.row_stride;
     for (int64_t c = 0; c < view.cols; ++c) {
@@ -85,7 +87,7 @@ std::span<const int64_t> slice(std::span<const int64_t> rows, int64_t begin, int
 
 Matrix transposed(const Matrix& m) {
   Matrix result(m.cols, m.rows);
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (result.rows * result.cols > kParallelWork)
   for (int64_t r = 0; r < result.rows; ++r) {
     for (int64_t c = 0; c < result.cols; ++c) result(r, c) = m(c, r);
   }
@@ -128,7 +130,7 @@ void add_products_of_tile(const double* const a[kTileRows], const double* panel,
 void add_product(const Matrix& a, const Matrix& b, Matrix& c) {
   const int64_t depth = a.cols;
   const int64_t panels = (c.cols + kTileCols - 1) / kTileCols;
-#pragma omp parallel
+#pragma omp parallel if (c.rows * c.cols * depth > kParallelWork)
   {
     std::vector<double> panel(static_cast<size_t>(depth * kTileCols));
 #pragma omp for schedule(static)
@@ -188,7 +190,7 @@ LogitsBlock logits_of(const Matrix& input, const Matrix& input_squared, const Ma
   const Matrix weight_transposed = transposed(weight);
   add_product(input, weight_transposed, block.value);
   add_product(input_squared, squared(weight_transposed), block.variance);
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (block.value.rows * block.value.cols > kParallelWork)
   for (int64_t i = 0; i < block.value.rows; ++i) {
     for (int64_t j = 0; j < block.value.cols; ++j) {
       block.variance(i, j) = logit_variance(input.cols, block.value(i, j), block.variance(i, j));
@@ -234,6 +236,24 @@ double exp_below(double value, double max) {
   return value == -kInfinity ? (std::isnan(max) ? kNaN : 0.0) : std::exp(value - max);
 }
 
+// How many equal terms an average term finds in its own segment, itself included: they are rounded
+// alike when they are added, so their errors add up instead of averaging out.
+double repetition(std::span<const double> logits) {
+  const auto segment = static_cast<size_t>(kSegment);
+  double equal_pairs = 0.0;
+  std::vector<double> sorted;
+  for (size_t first = 0; first < logits.size(); first += segment) {
+    const auto part = logits.subspan(first, std::min(segment, logits.size() - first));
+    sorted.assign(part.begin(), part.end());
+    std::sort(sorted.begin(), sorted.end());
+    for (size_t i = 0, j = 0; i < sorted.size(); i = j) {
+      while (j < sorted.size() && sorted[j] == sorted[i]) ++j;
+      equal_pairs += static_cast<double>((j - i) * (j - i));
+    }
+  }
+  return logits.empty() ? 1.0 : equal_pairs / static_cast<double>(logits.size());
+}
+
 // The statistics of one token from its logits: the definition. unrounded and variance only serve
 // the error estimates.
 void statistics_of_row(std::span<const double> logits, std::span<const double> unrounded,
@@ -266,7 +286,8 @@ void statistics_of_row(std::span<const double> logits, std::span<const double> u
   // either vanishes or becomes a flip by one step of the type.
   const auto at_max =
       static_cast<size_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
-  double sum_variance = exp_sum_variance(static_cast<double>(logits.size()));
+  const double own = exp_sum_variance(static_cast<double>(logits.size()), repetition(logits));
+  double sum_variance = own;
   double loss_variance = 0.0, logsumexp_variance = 0.0;
   double sum_flip = 0.0, logsumexp_flip = 0.0, max_flip = 0.0, target_flip = 0.0;
   for (size_t v = 0; v < logits.size(); ++v) {
@@ -305,7 +326,6 @@ void statistics_of_row(std::span<const double> logits, std::span<const double> u
     s.predicted_logits.deviation[i] = s.logits_max.deviation[i];
   }
   s.predicted_logits.flip[i] = masked ? 0.0 : target_flip + max_flip;
-  const double own = exp_sum_variance(static_cast<double>(logits.size()));
   s.logsumexp_deviation[i] = std::sqrt(logsumexp_variance + own);
   s.logsumexp_flip[i] = logsumexp_flip;
   s.loss_deviation[i] = std::sqrt(loss_variance + own);
@@ -313,7 +333,8 @@ void statistics_of_row(std::span<const double> logits, std::span<const double> u
 }
 
 std::optional<DType> rounding_type(LogitsRounding rounding, DType type) {
-  if (rounding == LogitsRounding::operand) return type;
+  // Float sums are floats already.
+  if (rounding == LogitsRounding::operand && type != DType::f32) return type;
   return {};
 }
 
@@ -416,7 +437,8 @@ Statistics forward(const ConstMatrixView& input, const ConstMatrixView& weight,
   for (int64_t b0 = 0; b0 < n; b0 += kTokenBlock) {
     const int64_t b1 = std::min(b0 + kTokenBlock, n);
     const Logits block = logits(input, weight, options, slice(s.tokens, b0, b1));
-#pragma omp parallel for schedule(static)
+    // exp and a sort cost about 30 steps per logit.
+#pragma omp parallel for schedule(static) if ((b1 - b0) * weight.rows * 30 > kParallelWork)
     for (int64_t b = b0; b < b1; ++b) {
       const auto i = static_cast<size_t>(b);
       if (!s.counts[i]) {
@@ -542,6 +564,7 @@ namespace {
 struct GradLogitsBlock {
   Matrix value;
   Matrix variance;
+  Matrix rounding;  // what rounding to the operands' 16-bit type adds to the exact value
 };
 
 double largest_grad_of(const GradientOperands& operands, int64_t token) {
@@ -567,17 +590,12 @@ bool is_target(const GradientOperands& operands, int64_t token, int64_t v) {
 std::optional<DType> rounding_of_token(const GradientOperands& operands,
                                        const GradientOptions& options, int64_t token) {
   const DType type = options.multiply.value_or(operands.input.dtype);
-  switch (options.logits_rounding) {
-    case LogitsRounding::none:
-      return {};
-    case LogitsRounding::operand:
-      return type;
-    case LogitsRounding::infer: {
-      const double max = operands.logits_max[static_cast<size_t>(token)];
-      return round_to(type, max) == max ? std::optional(type) : std::nullopt;
-    }
+  if (options.logits_rounding != LogitsRounding::infer) {
+    return rounding_type(options.logits_rounding, type);
   }
-  return {};
+  const double max = operands.logits_max[static_cast<size_t>(token)];
+  return rounding_type(round_to(type, max) == max ? LogitsRounding::operand : LogitsRounding::none,
+                       type);
 }
 
 // grad_logits of the listed tokens and vocabulary rows: the definition. weight and input hold these
@@ -593,11 +611,13 @@ GradLogitsBlock grad_logits_of(const GradientOperands& operands, const GradientO
   if (recomputes) logits_block = logits_of(input, input_squared, weight);
   const auto n_tokens = static_cast<int64_t>(tokens.size());
   const auto n_vocabulary = static_cast<int64_t>(vocabulary.size());
-  GradLogitsBlock block{Matrix(n_tokens, n_vocabulary), Matrix(n_tokens, n_vocabulary)};
+  GradLogitsBlock block{Matrix(n_tokens, n_vocabulary), Matrix(n_tokens, n_vocabulary),
+                        Matrix(n_tokens, n_vocabulary)};
   const double reach = kMargin * spread(static_cast<double>(operands.input.rows) *
                                         static_cast<double>(operands.weight.rows));
 
-#pragma omp parallel for schedule(static)
+  // exp and the error estimates cost about 30 steps per element.
+#pragma omp parallel for schedule(static) if (n_tokens * n_vocabulary * 30 > kParallelWork)
   for (int64_t i = 0; i < n_tokens; ++i) {
     const int64_t b = tokens[static_cast<size_t>(i)];
     if (!contributes(operands, b)) continue;  // exactly 0, whatever the operands hold
@@ -609,8 +629,11 @@ GradLogitsBlock grad_logits_of(const GradientOperands& operands, const GradientO
     GradLogitsError error;
     error.multiply = multiply;
     error.scale = std::abs(grad + grad_logsumexp);
-    error.underflow = grad_logits_underflow(
-        multiply, largest_grad > 0.0 ? largest_grad : largest_grad_of(operands, b));
+    const double scale_from = largest_grad > 0.0 ? largest_grad : largest_grad_of(operands, b);
+    error.underflow = grad_logits_underflow(multiply, scale_from);
+    const double f16_scale = multiply == DType::f16 && std::isfinite(scale_from)
+                                 ? std::exp2(-std::ilogb(scale_from))
+                                 : 1.0;
     for (int64_t j = 0; j < n_vocabulary; ++j) {
       const int64_t v = vocabulary[static_cast<size_t>(j)];
       double p = 0.0;
@@ -636,20 +659,59 @@ GradLogitsBlock grad_logits_of(const GradientOperands& operands, const GradientO
       block.value(i, j) = value;
       error.value = value;
       error.softmax = p;
-      block.variance(i, j) = std::isfinite(value) ? grad_logits_variance(error) : 0.0;
+      if (!std::isfinite(value)) continue;
+      block.variance(i, j) = grad_logits_variance(error);
+      if (multiply != DType::f32) {
+        block.rounding(i, j) = round_to(multiply, value * f16_scale) / f16_scale - value;
+      }
     }
   }
   return block;
 }
 
-// Adds the float additions of the products themselves to the variance in `deviation` (which so far
-// holds the sum of variance * factor^2, and has the sum of squared products in `squares`).
-void finish_deviation(int64_t terms, const Matrix& squares, Gradient& gradient) {
+// Sums over one product with grad_logits besides its value.
+struct ErrorSums {
+  Matrix variance;  // of variance * factor^2
+  Matrix squares;   // of squared products; only where operands are multiplied as floats, else the
+                    // float additions are lost in the rounding of grad_logits
+  Matrix rounding;  // of rounding * factor; only where they are not
+
+  ErrorSums(int64_t rows, int64_t cols)
+      : variance(rows, cols), squares(rows, cols), rounding(rows, cols) {}
+};
+
+// c += g . factor with everything its errors need.
+void add_gradient(const GradLogitsBlock& g, const Matrix& factor, DType multiply, Matrix& value,
+                  ErrorSums& sums) {
+  const Matrix factor_squared = squared(factor);
+  add_product(g.value, factor, value);
+  add_product(g.variance, factor_squared, sums.variance);
+  if (multiply == DType::f32) {
+    add_product(squared(g.value), factor_squared, sums.squares);
+  } else {
+    add_product(g.rounding, factor, sums.rounding);
+  }
+}
+
+// The roundings of grad_logits are taken as independent (`deviation`). Where many elements are
+// equal they are not, their errors add up: what they really add beyond 4 deviations, which spread()
+// always allows, is added to `bias`.
+void finish_errors(int64_t terms, const ErrorSums& sums, Gradient& gradient) {
   for (size_t e = 0; e < gradient.value.values.size(); ++e) {
     double& deviation = gradient.deviation.values[e];
-    const double sum = gradient.value.values[e];
-    deviation += product_sum_variance(static_cast<double>(terms), sum, squares.values[e]);
+    deviation += sums.variance.values[e] + product_sum_variance(static_cast<double>(terms),
+                                                                gradient.value.values[e],
+                                                                sums.squares.values[e]);
     deviation = std::isfinite(deviation) ? std::sqrt(deviation) : 0.0;
+    const double common = std::abs(sums.rounding.values[e]);
+    if (common > 4.0 * deviation) gradient.bias.values[e] += common - 4.0 * deviation;
+  }
+}
+
+// Adds block to the rows of `all` from `first` on.
+void add_rows(const Matrix& block, int64_t first, Matrix& all) {
+  for (int64_t r = 0; r < block.rows; ++r) {
+    for (int64_t c = 0; c < block.cols; ++c) all(first + r, c) += block(r, c);
   }
 }
 
@@ -684,7 +746,7 @@ Gradient grad_input(const GradientOperands& operands, const GradientOptions& opt
       block_tokens.push_back(wanted[static_cast<size_t>(i)]);
     }
     Gradient block = empty_gradient(block_tokens, H);
-    Matrix squares(block.value.rows, H);
+    ErrorSums sums(block.value.rows, H);
     const Matrix input = read_rows(operands.input, block_tokens, multiply);
     const Matrix input_squared = squared(input);
     for (int64_t v0 = 0; v0 < V; v0 += kVocabularyChunk) {
@@ -692,10 +754,7 @@ Gradient grad_input(const GradientOperands& operands, const GradientOptions& opt
       const Matrix weight = read_rows(operands.weight, chunk, multiply);
       const GradLogitsBlock g =
           grad_logits_of(operands, options, block_tokens, input, input_squared, chunk, weight, 0.0);
-      const Matrix weight_squared = squared(weight);
-      add_product(g.value, weight, block.value);
-      add_product(g.variance, weight_squared, block.deviation);
-      if (multiply == DType::f32) add_product(squared(g.value), weight_squared, squares);
+      add_gradient(g, weight, multiply, block.value, sums);
     }
     for (int64_t i = 0; i < block.value.rows; ++i) {
       const int64_t b = block_tokens[static_cast<size_t>(i)];
@@ -719,7 +778,7 @@ Gradient grad_input(const GradientOperands& operands, const GradientOptions& opt
         block.deviation(i, h) += statistics * statistics * softmax_sum * softmax_sum;
       }
     }
-    finish_deviation(V, squares, block);
+    finish_errors(V, sums, block);
     for (int64_t i = 0; i < block.value.rows; ++i) {
       const int64_t place = places[static_cast<size_t>(i)];
       std::copy_n(block.value.row(i), H, result.value.row(place));
@@ -736,7 +795,7 @@ Gradient grad_weight(const GradientOperands& operands, const GradientOptions& op
   const int64_t BT = operands.input.rows, H = operands.input.cols;
   Gradient result =
       empty_gradient(vocabulary ? std::move(*vocabulary) : all_rows(operands.weight.rows), H);
-  Matrix squares(result.value.rows, H);
+  ErrorSums sums(result.value.rows, H);
 
   std::vector<int64_t> tokens;
   double largest_grad = 0.0;
@@ -770,23 +829,18 @@ Gradient grad_weight(const GradientOperands& operands, const GradientOptions& op
           }
         }
       }
-      Gradient block = empty_gradient({chunk.begin(), chunk.end()}, H);
-      add_product(transposed(g.value), input, block.value);
-      add_product(transposed(g.variance), input_squared, block.deviation);
-      Matrix block_squares(block.value.rows, H);
-      if (multiply == DType::f32) {
-        add_product(transposed(squared(g.value)), input_squared, block_squares);
-      }
-      for (int64_t i = 0; i < block.value.rows; ++i) {
-        for (int64_t h = 0; h < H; ++h) {
-          result.value(r0 + i, h) += block.value(i, h);
-          result.deviation(r0 + i, h) += block.deviation(i, h);
-          squares(r0 + i, h) += block_squares(i, h);
-        }
-      }
+      const GradLogitsBlock transposed_g{transposed(g.value), transposed(g.variance),
+                                         transposed(g.rounding)};
+      Matrix value(r1 - r0, H);
+      ErrorSums block_sums(r1 - r0, H);
+      add_gradient(transposed_g, input, multiply, value, block_sums);
+      add_rows(value, r0, result.value);
+      add_rows(block_sums.variance, r0, sums.variance);
+      add_rows(block_sums.squares, r0, sums.squares);
+      add_rows(block_sums.rounding, r0, sums.rounding);
     }
   }
-  finish_deviation(n_tokens, squares, result);
+  finish_errors(n_tokens, sums, result);
   return result;
 }
 

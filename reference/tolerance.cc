@@ -68,12 +68,12 @@ double exp_variance(double argument) {
   return kFloatVariance * argument_error * argument_error + kExpError * kExpError / 3.0;
 }
 
-double exp_sum_variance(double terms) {
-  // A partial sum has at most kSegment additions of its own; merging adds one rounded product, one
-  // exp and one addition per segment. A running sum of n equal terms has the variance n / 3.
-  const double segments = std::ceil(terms / kSegment);
-  return kFloatVariance * (std::min(terms, kSegment) / 3.0 + segments / 3.0 + 8.0) +
-         kExpError * kExpError / 3.0;
+double exp_sum_variance(double terms, double repetition) {
+  // A running sum of n equal terms has the variance n / 3 in units of one rounding. Each merge
+  // rounds a product besides the sum and has one more exp (exact while the maximum stays).
+  const double segments = std::max(1.0, std::ceil(terms / kSegment));
+  const double within = repetition * std::min(terms, kSegment) / 3.0 / segments;
+  return kFloatVariance * (within + segments / 3.0 + 4.0) + kExpError * kExpError / 3.0;
 }
 
 double grad_logits_variance(const GradLogitsError& e) {

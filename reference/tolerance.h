@@ -47,10 +47,12 @@ double product_sum_variance(double terms, double sum, double sum_of_squares);
 // once, exp has its promised error.
 double exp_variance(double argument);
 
-// Relative variance of the sum of V positive terms kept as partial sums per lane and segment of at
-// most kSegment columns, merged in order, each merge with one more exp.
-inline constexpr double kSegment = 32;
-double exp_sum_variance(double terms);
+// Relative variance of a sum of exps kept per segment of kSegment columns and merged in order. In
+// the worst case a segment is summed one column after the other; its errors average out over the
+// segments, those of the running sum over segments do not. repetition: how many equal terms a
+// segment has for an average one (1 = all differ): equal terms are rounded alike.
+inline constexpr double kSegment = 256;
+double exp_sum_variance(double terms, double repetition);
 
 // Variance of one element of grad_logits as it enters the products.
 struct GradLogitsError {
