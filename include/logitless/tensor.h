@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <bit>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -52,20 +51,21 @@ constexpr const char* name_of(DType dtype) {
 }
 
 // Storage of the 16-bit types, with conversions that round to nearest even; NaN stays NaN.
+// Always inlined: a copy compiled for one instruction set must not be linked into code for another.
 struct bfloat16 {
   uint16_t bits = 0;
 
   bfloat16() = default;
-  explicit constexpr bfloat16(float value) {
-    const uint32_t u = std::bit_cast<uint32_t>(value);
+  [[gnu::always_inline]] explicit constexpr bfloat16(float value) {
+    const uint32_t u = __builtin_bit_cast(uint32_t, value);
     if ((u & 0x7fffffffu) > 0x7f800000u) {
       bits = static_cast<uint16_t>((u >> 16) | 0x0040u);  // quiet, sign kept
     } else {
       bits = static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
     }
   }
-  explicit constexpr operator float() const {
-    return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+  [[gnu::always_inline]] explicit constexpr operator float() const {
+    return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16);
   }
 };
 
@@ -73,8 +73,8 @@ struct float16 {
   uint16_t bits = 0;
 
   float16() = default;
-  explicit constexpr float16(float value) {
-    const uint32_t u = std::bit_cast<uint32_t>(value);
+  [[gnu::always_inline]] explicit constexpr float16(float value) {
+    const uint32_t u = __builtin_bit_cast(uint32_t, value);
     const uint32_t sign = (u >> 16) & 0x8000u;
     const uint32_t magnitude = u & 0x7fffffffu;
     uint32_t half = 0;
@@ -94,16 +94,16 @@ struct float16 {
     }
     bits = static_cast<uint16_t>(sign | half);
   }
-  explicit constexpr operator float() const {
+  [[gnu::always_inline]] explicit constexpr operator float() const {
     const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
     const uint32_t exponent = (bits >> 10) & 0x1fu;
     const uint32_t mantissa = bits & 0x3ffu;
-    if (exponent == 31u) return std::bit_cast<float>(sign | 0x7f800000u | (mantissa << 13));
+    if (exponent == 31u) return __builtin_bit_cast(float, sign | 0x7f800000u | (mantissa << 13));
     if (exponent == 0u) {
       const float value = static_cast<float>(mantissa) * 0x1p-24f;
-      return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(value));
+      return __builtin_bit_cast(float, sign | __builtin_bit_cast(uint32_t, value));
     }
-    return std::bit_cast<float>(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+    return __builtin_bit_cast(float, sign | ((exponent + 112u) << 23) | (mantissa << 13));
   }
 };
 
@@ -137,8 +137,8 @@ struct ConstVectorView {
   int64_t stride = 1;
 
   constexpr ConstVectorView() = default;
-  constexpr ConstVectorView(const void* data, DType dtype, int64_t size, int64_t stride = 1)
-      : data(data), dtype(dtype), size(size), stride(stride) {}
+  constexpr ConstVectorView(const void* from, DType type, int64_t count, int64_t step = 1)
+      : data(from), dtype(type), size(count), stride(step) {}
   constexpr ConstVectorView(const VectorView& v)
       : data(v.data), dtype(v.dtype), size(v.size), stride(v.stride) {}
 };
@@ -161,14 +161,14 @@ struct ConstMatrixView {
   int64_t col_stride = 1;
 
   constexpr ConstMatrixView() = default;
-  constexpr ConstMatrixView(const void* data, DType dtype, int64_t rows, int64_t cols,
-                            int64_t row_stride, int64_t col_stride = 1)
-      : data(data),
-        dtype(dtype),
-        rows(rows),
-        cols(cols),
-        row_stride(row_stride),
-        col_stride(col_stride) {}
+  constexpr ConstMatrixView(const void* from, DType type, int64_t row_count, int64_t col_count,
+                            int64_t row_step, int64_t col_step = 1)
+      : data(from),
+        dtype(type),
+        rows(row_count),
+        cols(col_count),
+        row_stride(row_step),
+        col_stride(col_step) {}
   constexpr ConstMatrixView(const MatrixView& m)
       : data(m.data),
         dtype(m.dtype),
@@ -198,9 +198,9 @@ struct ConstMaskView {
   int64_t stride = 1;
 
   constexpr ConstMaskView() = default;
-  constexpr ConstMaskView(const void* data, int64_t size,
-                          MaskLayout layout = MaskLayout::packed_lsb_first, int64_t stride = 1)
-      : data(data), size(size), layout(layout), stride(stride) {}
+  constexpr ConstMaskView(const void* from, int64_t tokens,
+                          MaskLayout kind = MaskLayout::packed_lsb_first, int64_t step = 1)
+      : data(from), size(tokens), layout(kind), stride(step) {}
   constexpr ConstMaskView(const MaskView& m)
       : data(m.data), size(m.size), layout(m.layout), stride(m.stride) {}
 };

@@ -1,0 +1,436 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "check.h"
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+namespace logitless {
+inline namespace LOGITLESS_ABI_NAMESPACE {
+namespace {
+
+// Sizes and products of sizes stay below this, so that byte offsets fit in 63 bits.
+constexpr int64_t kMaxElements = int64_t{1} << 56;
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+Error invalid(std::string message) {
+  return Error{ErrorKind::invalid_argument, std::move(message)};
+}
+
+bool is_one_of(DType dtype, std::initializer_list<DType> allowed) {
+  for (DType a : allowed) {
+    if (a == dtype) return true;
+  }
+  return false;
+}
+
+std::string list(std::initializer_list<DType> dtypes) {
+  std::string text;
+  size_t i = 0;
+  for (DType dtype : dtypes) {
+    if (i > 0) text += i + 1 == dtypes.size() ? " or " : ", ";
+    text += name_of(dtype);
+    ++i;
+  }
+  return text;
+}
+
+Result<void> check_dtype(const std::string& name, DType came,
+                         std::initializer_list<DType> allowed) {
+  if (is_one_of(came, allowed)) return {};
+  return invalid(name + ": dtype is " + name_of(came) + ", must be " + list(allowed));
+}
+
+enum class Access { input, output };
+
+Result<void> check_vector(const std::string& name, const ConstVectorView& view, int64_t size,
+                          std::initializer_list<DType> dtypes, Access access) {
+  if (auto ok = check_dtype(name, view.dtype, dtypes); !ok) return ok;
+  if (view.size != size) {
+    return invalid(name + ": size is " + number(view.size) + ", must be BT = " + number(size));
+  }
+  if (view.stride < 0) {
+    return invalid(name + ": stride is " + number(view.stride) + ", must not be negative");
+  }
+  if (size > 0 && view.data == nullptr) {
+    return invalid(name + ": data is null, must hold " + number(size) + " elements");
+  }
+  if (access == Access::output && size > 1 && view.stride == 0) {
+    return invalid(name + ": stride is 0, elements of an output must not overlap");
+  }
+  if (reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(size_of(view.dtype)) != 0) {
+    return invalid(name + ": data is not aligned to its elements of " +
+                   number(size_of(view.dtype)) + " bytes");
+  }
+  return {};
+}
+
+Result<void> check_matrix(const std::string& name, const ConstMatrixView& view, int64_t rows,
+                          const char* rows_name, int64_t cols, const char* cols_name,
+                          std::initializer_list<DType> dtypes, Access access) {
+  if (auto ok = check_dtype(name, view.dtype, dtypes); !ok) return ok;
+  if (view.rows != rows || view.cols != cols) {
+    return invalid(name + ": shape is [" + number(view.rows) + ", " + number(view.cols) +
+                   "], must be [" + rows_name + ", " + cols_name + "] = [" + number(rows) + ", " +
+                   number(cols) + "]");
+  }
+  if (view.row_stride < 0 || view.col_stride < 0) {
+    return invalid(name + ": strides are (" + number(view.row_stride) + ", " +
+                   number(view.col_stride) + "), must not be negative");
+  }
+  if (rows == 0 || cols == 0) return {};
+  if (view.data == nullptr) {
+    return invalid(name + ": data is null, must hold [" + number(rows) + ", " + number(cols) +
+                   "] elements");
+  }
+  if (reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(size_of(view.dtype)) != 0) {
+    return invalid(name + ": data is not aligned to its elements of " +
+                   number(size_of(view.dtype)) + " bytes");
+  }
+  if (access == Access::output) {
+    if (cols > 1 && view.col_stride == 0) {
+      return invalid(name + ": column stride is 0, elements of an output must not overlap");
+    }
+    if (rows > 1 && view.row_stride == 0) {
+      return invalid(name + ": row stride is 0, elements of an output must not overlap");
+    }
+    if (rows > 1 && cols > 1) {
+      // One dimension's whole extent must fit between two steps of the other.
+      const bool by_rows = (view.row_stride - 1) / view.col_stride >= cols - 1;
+      const bool by_cols = (view.col_stride - 1) / view.row_stride >= rows - 1;
+      if (!by_rows && !by_cols) {
+        return invalid(name + ": row stride " + number(view.row_stride) + " is less than " +
+                       cols_name + " = " + number(cols) + " steps of " + number(view.col_stride) +
+                       ", elements of an output must not overlap");
+      }
+    }
+  }
+  return {};
+}
+
+Result<void> check_mask(const std::string& name, const ConstMaskView& view, int64_t size) {
+  if (view.size != size) {
+    return invalid(name + ": size is " + number(view.size) +
+                   " tokens, must be BT = " + number(size));
+  }
+  if (view.stride < 0) {
+    return invalid(name + ": stride is " + number(view.stride) + ", must not be negative");
+  }
+  if (size > 0 && view.data == nullptr) {
+    return invalid(name + ": data is null, must hold " + number(size) + " tokens");
+  }
+  return {};
+}
+
+Result<void> check_output_mask(const std::string& name, const MaskView& view, int64_t size) {
+  if (auto ok = check_mask(name, view, size); !ok) return ok;
+  const int64_t elements = view.layout == MaskLayout::packed_lsb_first ? ceil_div(size, 8) : size;
+  if (elements > 1 && view.stride == 0) {
+    return invalid(name + ": stride is 0, elements of an output must not overlap");
+  }
+  return {};
+}
+
+Result<void> check_workspace(std::span<std::byte> workspace, int64_t bytes) {
+  if (static_cast<int64_t>(workspace.size()) < bytes) {
+    return Error{ErrorKind::workspace_too_small,
+                 "workspace: " + number(static_cast<int64_t>(workspace.size())) +
+                     " bytes came, the plan asks for " + number(bytes)};
+  }
+  if (bytes > 0 && reinterpret_cast<uintptr_t>(workspace.data()) % kAlignment != 0) {
+    return invalid("workspace: address is not a multiple of " + number(kAlignment) + " bytes");
+  }
+  return {};
+}
+
+Result<void> check_operand_types(DType operand, const std::optional<DType>& multiply,
+                                 DType target) {
+  if (auto ok = check_dtype("operand", operand, {DType::f32, DType::f16, DType::bf16}); !ok) {
+    return ok;
+  }
+  if (multiply && *multiply != operand && !(operand == DType::f32 && *multiply == DType::bf16)) {
+    return invalid(std::string("multiply: ") + name_of(*multiply) + " came with operands of " +
+                   name_of(operand) + ", must be the operand type, or bf16 with f32 operands");
+  }
+  return check_dtype("target", target, {DType::i32, DType::i64});
+}
+
+// Runs the checks in order and returns the first error.
+template <class... Checks>
+Result<void> first_error(Checks&&... checks) {
+  Result<void> result;
+  const auto run_one = [&](auto&& check_one) {
+    if (result) result = check_one();
+  };
+  (run_one(checks), ...);
+  return result;
+}
+
+constexpr auto kF32 = {DType::f32};
+constexpr auto kU8 = {DType::u8};
+
+}  // namespace
+
+Result<void> check_shape(const Shape& shape) {
+  const struct {
+    const char* name;
+    int64_t value;
+  } sizes[] = {{"BT", shape.BT}, {"V", shape.V}, {"H", shape.H}};
+  for (const auto& size : sizes) {
+    if (size.value < 0 || size.value > (int64_t{1} << 48)) {
+      return invalid(std::string(size.name) + " is " + number(size.value) +
+                     ", must be between 0 and 2^48");
+    }
+  }
+  const auto too_large = [](int64_t a, int64_t b) { return b > 0 && a > kMaxElements / b; };
+  if (too_large(shape.BT, shape.V) || too_large(shape.BT, shape.H) || too_large(shape.V, shape.H)) {
+    return invalid("shape [BT, V, H] = [" + number(shape.BT) + ", " + number(shape.V) + ", " +
+                   number(shape.H) + "]: a matrix of more than 2^56 elements");
+  }
+  return {};
+}
+
+Result<void> check_options(const PlanOptions& options) {
+  if (options.threads < 0 || options.threads > 4096) {
+    return invalid("threads is " + number(options.threads) + ", must be between 0 and 4096");
+  }
+  if (options.workspace_limit_bytes < 0) {
+    return invalid("workspace_limit_bytes is " + number(options.workspace_limit_bytes) +
+                   ", must not be negative");
+  }
+  return {};
+}
+
+Result<void> check_types(const ForwardTypes& types) {
+  if (auto ok = check_operand_types(types.operand, types.multiply, types.target); !ok) return ok;
+  if (types.logits && *types.logits != types.operand && *types.logits != DType::f32) {
+    return invalid(std::string("logits: dtype is ") + name_of(*types.logits) +
+                   ", must be f32 or the operand type " + name_of(types.operand));
+  }
+  if (types.logits_rounding == LogitsRounding::infer) {
+    return invalid("logits_rounding: infer is for the gradient, must be none or operand");
+  }
+  return {};
+}
+
+Result<void> check_types(const GradientTypes& types) {
+  if (auto ok = check_operand_types(types.operand, types.multiply, types.target); !ok) return ok;
+  const struct {
+    const char* name;
+    const std::optional<GradientOutput>& output;
+  } outputs[] = {{"grad_input", types.grad_input}, {"grad_weight", types.grad_weight}};
+  for (const auto& o : outputs) {
+    if (o.output && o.output->dtype != DType::f32 && o.output->dtype != types.operand) {
+      return invalid(std::string(o.name) + ": dtype is " + name_of(o.output->dtype) +
+                     ", must be f32 or the operand type " + name_of(types.operand));
+    }
+  }
+  return {};
+}
+
+Result<void> check(const ForwardPlanData& plan, const ForwardOperands& in,
+                   const ForwardOutputs& out, std::span<std::byte> workspace) {
+  const auto [BT, V, H] = plan.shape;
+  const ForwardTypes& types = plan.types;
+  const auto rules = first_error(
+      [&] {
+        return check_matrix("input", in.input, BT, "BT", H, "H", {types.operand}, Access::input);
+      },
+      [&] {
+        return check_matrix("weight", in.weight, V, "V", H, "H", {types.operand}, Access::input);
+      },
+      [&] { return check_vector("target", in.target, BT, {types.target}, Access::input); },
+      [&] {
+        return in.rows.counts ? check_vector("counts", *in.rows.counts, BT, kU8, Access::input)
+                              : Result<void>();
+      },
+      [&] { return check_vector("logits_max", out.logits_max, BT, kF32, Access::output); },
+      [&] { return check_vector("sum_exp_logits", out.sum_exp_logits, BT, kF32, Access::output); },
+      [&] {
+        return check_vector("predicted_logits", out.predicted_logits, BT, kF32, Access::output);
+      },
+      [&] {
+        return out.target_mask ? check_output_mask("target_mask", *out.target_mask, BT)
+                               : Result<void>();
+      },
+      [&] {
+        return out.masked_target ? check_vector("masked_target", *out.masked_target, BT,
+                                                {types.target}, Access::output)
+                                 : Result<void>();
+      });
+  if (!rules) return rules;
+  if (out.logits.has_value() != types.logits.has_value()) {
+    return invalid(out.logits ? "logits: given, but the plan was made without them"
+                              : "logits: absent, but the plan was made with them");
+  }
+  if (out.logits) {
+    if (auto ok =
+            check_matrix("logits", *out.logits, BT, "BT", V, "V", {*types.logits}, Access::output);
+        !ok) {
+      return ok;
+    }
+  }
+  if (in.vocab_start_index < 0 || in.vocab_start_index > INT64_MAX - V) {
+    return invalid("vocab_start_index is " + number(in.vocab_start_index) +
+                   ", must be between 0 and 2^63 - 1 - V");
+  }
+  if (in.vocab_end_index && *in.vocab_end_index < in.vocab_start_index) {
+    return invalid("vocab_end_index is " + number(*in.vocab_end_index) +
+                   ", must not be less than vocab_start_index = " + number(in.vocab_start_index));
+  }
+  return check_workspace(workspace, plan.workspace_bytes);
+}
+
+Result<void> check(const MergePlanData& plan, std::span<const ShardStatistics> shards,
+                   const MergeOutputs& out) {
+  if (static_cast<int64_t>(shards.size()) != plan.shards) {
+    return invalid("shards: " + number(static_cast<int64_t>(shards.size())) +
+                   " came, the plan was made for " + number(plan.shards));
+  }
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const ShardStatistics& s = shards[i];
+    const auto name = [&](const char* what) { return "shards[" + std::to_string(i) + "]." + what; };
+    const auto rules = first_error(
+        [&] {
+          return check_vector(name("logits_max"), s.logits_max, plan.BT, kF32, Access::input);
+        },
+        [&] {
+          return check_vector(name("sum_exp_logits"), s.sum_exp_logits, plan.BT, kF32,
+                              Access::input);
+        },
+        [&] {
+          return check_vector(name("predicted_logits"), s.predicted_logits, plan.BT, kF32,
+                              Access::input);
+        },
+        [&] { return check_mask(name("target_mask"), s.target_mask, plan.BT); });
+    if (!rules) return rules;
+  }
+  return first_error(
+      [&] { return check_vector("logits_max", out.logits_max, plan.BT, kF32, Access::output); },
+      [&] {
+        return check_vector("sum_exp_logits", out.sum_exp_logits, plan.BT, kF32, Access::output);
+      },
+      [&] {
+        return check_vector("predicted_logits", out.predicted_logits, plan.BT, kF32,
+                            Access::output);
+      },
+      [&] {
+        return out.target_mask ? check_output_mask("target_mask", *out.target_mask, plan.BT)
+                               : Result<void>();
+      });
+}
+
+Result<void> check(const LossPlanData& plan, const LossOperands& in, const LossOutputs& out) {
+  const auto rules = first_error(
+      [&] { return check_vector("logits_max", in.logits_max, plan.BT, kF32, Access::input); },
+      [&] {
+        return check_vector("sum_exp_logits", in.sum_exp_logits, plan.BT, kF32, Access::input);
+      },
+      [&] {
+        return check_vector("predicted_logits", in.predicted_logits, plan.BT, kF32, Access::input);
+      },
+      [&] {
+        return in.counts ? check_vector("counts", *in.counts, plan.BT, kU8, Access::input)
+                         : Result<void>();
+      },
+      [&] { return check_vector("loss", out.loss, plan.BT, kF32, Access::output); },
+      [&] {
+        return out.logsumexp
+                   ? check_vector("logsumexp", *out.logsumexp, plan.BT, kF32, Access::output)
+                   : Result<void>();
+      });
+  if (!rules) return rules;
+  const bool planned = plan.types.softmax_logits.has_value();
+  if (planned != in.logits.has_value()) {
+    return invalid(planned ? "logits: absent, but the plan was made with softmax"
+                           : "logits: given, but the plan was made without softmax");
+  }
+  if (planned != out.softmax.has_value()) {
+    return invalid(planned ? "softmax: absent, but the plan was made with it"
+                           : "softmax: given, but the plan was made without it");
+  }
+  if (!planned) return {};
+  return first_error(
+      [&] {
+        return check_matrix("logits", *in.logits, plan.BT, "BT", plan.V, "V",
+                            {*plan.types.softmax_logits}, Access::input);
+      },
+      [&] {
+        return check_matrix("softmax", *out.softmax, plan.BT, "BT", plan.V, "V", kF32,
+                            Access::output);
+      });
+}
+
+Result<void> check(const GradientPlanData& plan, const GradientOperands& in,
+                   const GradientOutputs& out, std::span<std::byte> workspace) {
+  const auto [BT, V, H] = plan.shape;
+  const GradientTypes& types = plan.types;
+  const bool given = types.mode == GradientMode::high_performance;
+  if (given && !in.softmax) return invalid("softmax: absent, high-performance mode needs it");
+  if (!given && !in.logits_max) return invalid("logits_max: absent, memory-saving mode needs it");
+  if (!given && !in.sum_exp_logits) {
+    return invalid("sum_exp_logits: absent, memory-saving mode needs it");
+  }
+  const auto rules = first_error(
+      [&] { return check_vector("grad", in.grad, BT, kF32, Access::input); },
+      [&] {
+        return in.grad_logsumexp
+                   ? check_vector("grad_logsumexp", *in.grad_logsumexp, BT, kF32, Access::input)
+                   : Result<void>();
+      },
+      [&] {
+        return check_matrix("input", in.input, BT, "BT", H, "H", {types.operand}, Access::input);
+      },
+      [&] {
+        return check_matrix("weight", in.weight, V, "V", H, "H", {types.operand}, Access::input);
+      },
+      [&] {
+        return in.target_mask ? check_mask("target_mask", *in.target_mask, BT) : Result<void>();
+      },
+      [&] {
+        return check_vector("masked_target", in.masked_target, BT, {types.target}, Access::input);
+      },
+      [&] {
+        return in.counts ? check_vector("counts", *in.counts, BT, kU8, Access::input)
+                         : Result<void>();
+      },
+      [&] {
+        return given ? check_matrix("softmax", *in.softmax, BT, "BT", V, "V", kF32, Access::input)
+                     : Result<void>();
+      },
+      [&] {
+        return given ? Result<void>()
+                     : check_vector("logits_max", *in.logits_max, BT, kF32, Access::input);
+      },
+      [&] {
+        return given ? Result<void>()
+                     : check_vector("sum_exp_logits", *in.sum_exp_logits, BT, kF32, Access::input);
+      });
+  if (!rules) return rules;
+  const struct {
+    const char* name;
+    const std::optional<GradientOutput>& planned;
+    const std::optional<MatrixView>& view;
+    int64_t rows;
+    const char* rows_name;
+  } matrices[] = {{"grad_input", types.grad_input, out.grad_input, BT, "BT"},
+                  {"grad_weight", types.grad_weight, out.grad_weight, V, "V"}};
+  for (const auto& m : matrices) {
+    if (m.planned.has_value() != m.view.has_value()) {
+      return invalid(std::string(m.name) + (m.planned
+                                                ? ": absent, but the plan was made with it"
+                                                : ": given, but the plan was made without it"));
+    }
+    if (!m.planned) continue;
+    if (auto ok = check_matrix(m.name, *m.view, m.rows, m.rows_name, H, "H", {m.planned->dtype},
+                               Access::output);
+        !ok) {
+      return ok;
+    }
+  }
+  return check_workspace(workspace, plan.workspace_bytes);
+}
+
+}  // namespace LOGITLESS_ABI_NAMESPACE
+}  // namespace logitless

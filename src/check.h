@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every rule about arguments, one function per operator; the message says what came and what is
+// allowed. Nothing has been written when one of these fails.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+
+#include "logitless/result.h"
+#include "plan.h"
+
+namespace logitless {
+inline namespace LOGITLESS_ABI_NAMESPACE {
+
+Result<void> check_shape(const Shape& shape);
+Result<void> check_types(const ForwardTypes& types);
+Result<void> check_types(const GradientTypes& types);
+Result<void> check_options(const PlanOptions& options);
+
+Result<void> check(const ForwardPlanData& plan, const ForwardOperands& operands,
+                   const ForwardOutputs& outputs, std::span<std::byte> workspace);
+Result<void> check(const MergePlanData& plan, std::span<const ShardStatistics> shards,
+                   const MergeOutputs& outputs);
+Result<void> check(const LossPlanData& plan, const LossOperands& operands,
+                   const LossOutputs& outputs);
+Result<void> check(const GradientPlanData& plan, const GradientOperands& operands,
+                   const GradientOutputs& outputs, std::span<std::byte> workspace);
+
+}  // namespace LOGITLESS_ABI_NAMESPACE
+}  // namespace logitless

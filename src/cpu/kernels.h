@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// The table of one instruction set: what a schedule may ask of it. Kernels know tiles, panels and
+// rows; never plans, views or threads. Every function here is pure: no state, no allocation.
+#pragma once
+
+#include <cstdint>
+
+#include "logitless/machine.h"
+#include "logitless/tensor.h"
+
+namespace logitless::cpu {
+
+// How the elements of an operand are read while packing.
+enum class PackSource : uint8_t {
+  f32 = 0,
+  f16 = 1,
+  bf16 = 2,
+  f32_as_bf16 = 3,  // fp32 in memory, rounded to bf16 (nearest even)
+};
+
+// Panels. A product C[rows, cols] += sum over k of A[rows, k] * B[k, cols] reads both operands
+// packed in panels of `width` rows (A, width = mr) or columns (B, width = nr). A panel is
+// [k_units][width] units of 4 bytes: a unit is one fp32 element (k_unit = 1), or a pair of bf16
+// elements of neighbouring k (k_unit = 2, low half first). Odd k is padded with zeros.
+//
+//   unit 0: | w0 k0 k1 | w1 k0 k1 | ... | w(width-1) k0 k1 |
+//   unit 1: | w0 k2 k3 | w1 k2 k3 | ...
+struct GemmKernels {
+  int mr;      // rows of the register tile, even
+  int nr;      // columns of the register tile, a multiple of the vector
+  int k_unit;  // elements of k in a unit: 1 or 2
+
+  // c [rows][nr] contiguous, 64-byte aligned: c (+)= a . b over k_units units, in ascending order.
+  // a: panel of width mr (rows beyond `rows` are not read), b: panel of width nr.
+  // rows: even, 2..mr, or 1. accumulate false: c is not read.
+  void (*tile)(int rows, const void* a, const void* b, int64_t k_units, float* c, bool accumulate);
+
+  // Packs `count` <= width rows of k elements each, rows[i] pointing at k = 0 with unit stride:
+  // dst[u][i]. Lanes count..width-1 become zero.
+  void (*pack_rows)(PackSource source, const void* const* rows, int count, int width, int64_t k,
+                    void* dst);
+  // Packs k rows of `count` <= width columns each, rows[k] pointing at the first column:
+  // dst[u][column]. Lanes count..width-1 become zero.
+  void (*pack_cols)(PackSource source, const void* const* rows, int64_t k, int count, int width,
+                    void* dst);
+
+  // Register-only loop of the instruction `tile` is made of; returns how many of them it ran.
+  int64_t (*peak)(int64_t iterations);
+  double flops_per_instruction;
+};
+
+// What the gradient of one token's logits needs; filled once per token and call.
+struct GradRow {
+  float max;      // logits_max
+  float inv_sum;  // 1 / sum_exp_logits
+  float grad;
+  float grad_lse;     // d loss / d logsumexp
+  float f16_scale;    // power of two that brings the larger of the two to [1, 2); 1 if not fp16
+  float f16_unscale;  // its inverse
+  int64_t target;     // local vocabulary index, -1 if the target is elsewhere
+  bool round_logits;  // logits are rounded to the operand type first
+};
+
+struct GradTileOptions {
+  bool softmax_given;  // the tile holds softmax, else logits
+  bool has_grad_lse;
+  DType round_logits_to;  // f16, bf16; f32 = never
+  bool round_to_f16;      // round the result to fp16 after scaling, and undo the scale
+};
+
+struct Kernels {
+  Isa isa;
+  const GemmKernels* f32;       // multiplies fp32, and everything without an own instruction
+  const GemmKernels* bf16_dot;  // null where the ISA has no bf16 dot product
+
+  // Row maximum and sum of exp over one segment of logits.
+  // tiles: [panels] tiles `tile_stride` floats apart, each [rows][nr] contiguous.
+  // A row of -inf gives (-inf, 0); a NaN gives (NaN, NaN).
+  // Error of the sum: (panels * nr / lanes + log2(lanes) + 4) * 2^-24 relative, first order.
+  void (*segment_stats)(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
+                        float* max, float* sum);
+  // In place: count values rounded to `to` (f16 or bf16; f32 leaves them).
+  void (*round_values)(float* values, int64_t count, DType to);
+  // In place: tile [count][nr] of logits (or softmax) becomes grad_logits; v0 is the vocabulary
+  // index of its first column.
+  void (*grad_tile)(float* tile, int count, int nr, int64_t v0, const GradRow* rows,
+                    const GradTileOptions& options);
+  // out[i] = exp(x[i] - max) * inv_sum
+  void (*softmax)(const float* x, int64_t count, float max, float inv_sum, float* out);
+  // exp: within 2 ulp of the exact value for every float; exp(-inf) = 0, exp(NaN) = NaN.
+  void (*exp)(const float* x, int64_t count, float* out);
+  // Contiguous conversions between a storage type and fp32, one rounding (nearest even).
+  void (*load)(DType type, const void* src, int64_t count, float* dst);
+  void (*store)(DType type, const float* src, int64_t count, void* dst);
+  // tile [rows][nr] -> out [nr][out_stride].
+  void (*transpose)(const float* tile, int rows, int nr, float* out, int64_t out_stride);
+};
+
+// The tables this build has; null where the build's architecture has no such level.
+const Kernels* scalar_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const Kernels* avx512bf16_kernels();
+const Kernels* neon_kernels();
+const Kernels* neon_bf16_kernels();
+
+// The table of a usable level.
+const Kernels* kernels_of(Isa isa);
+
+}  // namespace logitless::cpu

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packing into panels (kernels.h has the picture). Sources are rows with unit stride; the schedules
+// resolve every other stride before they come here.
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/kernels.h"
+
+namespace {
+
+template <logitless::cpu::PackSource kSource>
+constexpr int64_t source_bytes() {
+  using logitless::cpu::PackSource;
+  return kSource == PackSource::f16 || kSource == PackSource::bf16 ? 2 : 4;
+}
+
+// kLanes units that lie one behind the other in memory.
+template <class G, logitless::cpu::PackSource kSource>
+[[gnu::always_inline]] inline typename G::V::F load_units(const void* p) {
+  if constexpr (G::kUnit == 1) {
+    return G::V::template load_as<kSource>(p);
+  } else {
+    return G::template load_units<kSource>(p);
+  }
+}
+
+// The same for fewer than kLanes units: the missing elements are zero and are not read.
+template <class G, logitless::cpu::PackSource kSource>
+[[gnu::always_inline]] inline typename G::V::F load_units_first(const void* p, int64_t elements) {
+  alignas(64) unsigned char buffer[G::kLanes * G::kUnit * 4] = {};
+  std::memcpy(buffer, p, static_cast<size_t>(elements * source_bytes<kSource>()));
+  return load_units<G, kSource>(buffer);
+}
+
+template <class G, logitless::cpu::PackSource kSource>
+void pack_rows_from(const void* const* rows, int count, int width, int64_t k, float* dst) {
+  using V = typename G::V;
+  constexpr int64_t kBlock = int64_t{G::kLanes} * G::kUnit;  // elements of k per square
+  for (int r0 = 0; r0 < width; r0 += G::kLanes) {
+    const int lanes = width - r0 < G::kLanes ? width - r0 : G::kLanes;
+    for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
+      const int64_t elements = k - k0 < kBlock ? k - k0 : kBlock;
+      typename V::F r[G::kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < G::kLanes; ++i) {
+        if (r0 + i >= count) {
+          r[i] = V::zero();
+          continue;
+        }
+        const auto* p =
+            static_cast<const unsigned char*>(rows[r0 + i]) + k0 * source_bytes<kSource>();
+        r[i] = elements == kBlock ? load_units<G, kSource>(p)
+                                  : load_units_first<G, kSource>(p, elements);
+      }
+      V::transpose(r);
+      const int units = static_cast<int>((elements + G::kUnit - 1) / G::kUnit);
+      float* out = dst + k0 / G::kUnit * width + r0;
+      for (int u = 0; u < units; ++u) {
+        if (lanes == G::kLanes) {
+          V::store(out + int64_t{u} * width, r[u]);
+        } else {
+          V::store_first(out + int64_t{u} * width, r[u], lanes);
+        }
+      }
+    }
+  }
+}
+
+template <class G, logitless::cpu::PackSource kSource>
+void pack_cols_from(const void* const* rows, int64_t k, int count, int width, float* dst) {
+  using V = typename G::V;
+  constexpr int64_t kBytes = source_bytes<kSource>();
+  for (int64_t k0 = 0; k0 < k; k0 += G::kUnit) {
+    for (int c0 = 0; c0 < width; c0 += G::kLanes) {
+      const int valid = count - c0 < 0 ? 0 : (count - c0 < G::kLanes ? count - c0 : G::kLanes);
+      alignas(64) unsigned char buffer[2][G::kLanes * 4];
+      const unsigned char* p[2];
+      for (int i = 0; i < G::kUnit; ++i) {
+        const bool present = k0 + i < k;
+        if (present && valid == G::kLanes) {
+          p[i] = static_cast<const unsigned char*>(rows[k0 + i]) + c0 * kBytes;
+          continue;
+        }
+        std::memset(buffer[i], 0, sizeof(buffer[i]));
+        if (present) {
+          std::memcpy(buffer[i], static_cast<const unsigned char*>(rows[k0 + i]) + c0 * kBytes,
+                      static_cast<size_t>(valid * kBytes));
+        }
+        p[i] = buffer[i];
+      }
+      typename V::F units;
+      if constexpr (G::kUnit == 1) {
+        units = V::template load_as<kSource>(p[0]);
+      } else {
+        units = G::template interleave_units<kSource>(p[0], p[1]);
+      }
+      float* out = dst + k0 / G::kUnit * width + c0;
+      if (width - c0 >= G::kLanes) {
+        V::store(out, units);
+      } else {
+        V::store_first(out, units, width - c0);
+      }
+    }
+  }
+}
+
+template <class G>
+void pack_rows(logitless::cpu::PackSource source, const void* const* rows, int count, int width,
+               int64_t k, void* dst) {
+  using logitless::cpu::PackSource;
+  float* out = static_cast<float*>(dst);
+  switch (source) {
+    case PackSource::f32_as_bf16:
+      return pack_rows_from<G, PackSource::f32_as_bf16>(rows, count, width, k, out);
+    case PackSource::bf16:
+      return pack_rows_from<G, PackSource::bf16>(rows, count, width, k, out);
+    case PackSource::f16:
+      if constexpr (G::kUnit == 1) {
+        pack_rows_from<G, PackSource::f16>(rows, count, width, k, out);
+      }
+      return;
+    case PackSource::f32:
+      if constexpr (G::kUnit == 1) {
+        pack_rows_from<G, PackSource::f32>(rows, count, width, k, out);
+      }
+      return;
+  }
+}
+
+template <class G>
+void pack_cols(logitless::cpu::PackSource source, const void* const* rows, int64_t k, int count,
+               int width, void* dst) {
+  using logitless::cpu::PackSource;
+  float* out = static_cast<float*>(dst);
+  switch (source) {
+    case PackSource::f32_as_bf16:
+      return pack_cols_from<G, PackSource::f32_as_bf16>(rows, k, count, width, out);
+    case PackSource::bf16:
+      return pack_cols_from<G, PackSource::bf16>(rows, k, count, width, out);
+    case PackSource::f16:
+      if constexpr (G::kUnit == 1) {
+        pack_cols_from<G, PackSource::f16>(rows, k, count, width, out);
+      }
+      return;
+    case PackSource::f32:
+      if constexpr (G::kUnit == 1) {
+        pack_cols_from<G, PackSource::f32>(rows, k, count, width, out);
+      }
+      return;
+  }
+}
+
+// tile [rows][nr] -> out [nr][out_stride], squares of kLanes in registers.
+template <class V>
+void transpose_tile(const float* tile, int rows, int nr, float* out, int64_t out_stride) {
+  for (int r0 = 0; r0 < rows; r0 += V::kLanes) {
+    const int lanes = rows - r0 < V::kLanes ? rows - r0 : V::kLanes;
+    for (int c0 = 0; c0 < nr; c0 += V::kLanes) {
+      typename V::F r[V::kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < V::kLanes; ++i) {
+        r[i] = i < lanes ? V::load(tile + (r0 + i) * nr + c0) : V::zero();
+      }
+      V::transpose(r);
+      for (int j = 0; j < V::kLanes; ++j) {
+        V::store_first(out + (c0 + j) * out_stride + r0, r[j], lanes);
+      }
+    }
+  }
+}
+
+}  // namespace

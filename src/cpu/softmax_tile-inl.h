@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// Everything between a tile of logits and a tile of grad_logits. A feature of the loss (softcap,
+// temperature, bias, smoothing) belongs here and nowhere else.
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "cpu/exp-inl.h"
+#include "cpu/kernels.h"
+
+namespace {
+
+// Row max and sum of exp over one segment; merged into the row's state by the schedule.
+// Shapes  tiles [panels][rows][nr]; max, sum [rows].
+// Error   sum: (panels * nr / kLanes + log2 kLanes + 4) * 2^-24 relative, first order: exp within
+//         2 ulp, kLanes running sums, then a tree (Higham, Accuracy and Stability, ch. 4).
+// Empty   a row of -inf: the maximum is taken as 0 inside, so every term is exp(-inf) = 0 and
+//         (-inf) - (-inf) is never formed.
+// Why     max first, then sum: the segment is still in the cache, and the online update
+//         (arXiv:1805.02867) would spend an extra exp at every new maximum.
+template <class V>
+void segment_stats(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
+                   float* max, float* sum) {
+  using F = typename V::F;
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  for (int r = 0; r < rows; ++r) {
+    const float* row = tiles + int64_t{r} * nr;
+    F m = V::set1(-kInf);
+    for (int p = 0; p < panels; ++p) {
+      for (int c = 0; c < nr; c += V::kLanes) m = V::max(m, V::load(row + p * tile_stride + c));
+    }
+    const float row_max = V::reduce_max(m);
+    const F base = V::set1(row_max == -kInf ? 0.0f : row_max);
+    F s = V::zero();
+    for (int p = 0; p < panels; ++p) {
+      for (int c = 0; c < nr; c += V::kLanes) {
+        s = V::add(s, exp_vector<V>(V::sub(V::load(row + p * tile_stride + c), base)));
+      }
+    }
+    sum[r] = V::reduce_add(s);
+    max[r] = row_max;
+    if (sum[r] != sum[r]) {  // rare: +inf (its maximum stands) or a NaN, which max may have lost
+      for (int p = 0; p < panels; ++p) {
+        for (int c = 0; c < nr; ++c) {
+          const float x = row[p * tile_stride + c];
+          if (x != x) max[r] = x;
+        }
+      }
+    }
+  }
+}
+
+template <class V>
+void round_values(float* values, int64_t count, logitless::DType to) {
+  if (to == logitless::DType::f32) return;
+  const bool bf16 = to == logitless::DType::bf16;
+  int64_t i = 0;
+  for (; i + V::kLanes <= count; i += V::kLanes) {
+    const typename V::F x = V::load(values + i);
+    V::store(values + i, bf16 ? V::round_bf16(x) : V::round_f16(x));
+  }
+  for (; i < count; ++i) {
+    values[i] = bf16 ? static_cast<float>(logitless::bfloat16(values[i]))
+                     : static_cast<float>(logitless::float16(values[i]));
+  }
+}
+
+// grad_logits of one element: (p - one_hot) * grad + p * grad_lse, in fp32, the subtraction first;
+// for fp16 operands rounded in the row's own scale, so that neither small gradients underflow nor
+// another token's size matters.
+template <class V, bool kGradLse, bool kRoundF16>
+[[gnu::always_inline]] inline typename V::F grad_value(typename V::F p, typename V::F one_hot,
+                                                       typename V::F grad, typename V::F grad_lse,
+                                                       typename V::F unscale) {
+  typename V::F g = V::mul(V::sub(p, one_hot), grad);
+  if constexpr (kGradLse) g = V::fma(p, grad_lse, g);
+  if constexpr (kRoundF16) g = V::mul(V::round_f16(g), unscale);
+  return g;
+}
+
+template <class V, bool kGradLse, bool kRoundF16>
+void grad_rows(float* tile, int count, int nr, int64_t v0, const logitless::cpu::GradRow* rows,
+               const logitless::cpu::GradTileOptions& options) {
+  using F = typename V::F;
+  for (int r = 0; r < count; ++r) {
+    const logitless::cpu::GradRow& row = rows[r];
+    float* x = tile + int64_t{r} * nr;
+    if (row.round_logits) round_values<V>(x, nr, options.round_logits_to);
+    const F max = V::set1(row.max);
+    const F inv_sum = V::set1(row.inv_sum);
+    const F grad = V::set1(kRoundF16 ? row.grad * row.f16_scale : row.grad);
+    const F grad_lse = V::set1(kRoundF16 ? row.grad_lse * row.f16_scale : row.grad_lse);
+    const F unscale = V::set1(row.f16_unscale);
+    const auto probability = [&](F value) {
+      return options.softmax_given ? value : V::mul(exp_vector<V>(V::sub(value, max)), inv_sum);
+    };
+    const int64_t target = row.target - v0;
+    const bool here = row.target >= 0 && target >= 0 && target < nr;
+    const float target_value = here ? x[target] : 0.0f;
+    for (int c = 0; c < nr; c += V::kLanes) {
+      const F p = probability(V::load(x + c));
+      V::store(x + c, grad_value<V, kGradLse, kRoundF16>(p, V::zero(), grad, grad_lse, unscale));
+    }
+    if (here) {
+      const F p = probability(V::set1(target_value));
+      V::store_first(x + target,
+                     grad_value<V, kGradLse, kRoundF16>(p, V::set1(1.0f), grad, grad_lse, unscale),
+                     1);
+    }
+  }
+}
+
+template <class V>
+void grad_tile(float* tile, int count, int nr, int64_t v0, const logitless::cpu::GradRow* rows,
+               const logitless::cpu::GradTileOptions& options) {
+  if (options.has_grad_lse) {
+    if (options.round_to_f16) return grad_rows<V, true, true>(tile, count, nr, v0, rows, options);
+    return grad_rows<V, true, false>(tile, count, nr, v0, rows, options);
+  }
+  if (options.round_to_f16) return grad_rows<V, false, true>(tile, count, nr, v0, rows, options);
+  return grad_rows<V, false, false>(tile, count, nr, v0, rows, options);
+}
+
+// out[i] = f(x[i]) for any count; the tail goes through a padded vector, so every element sees the
+// same arithmetic.
+template <class V, class Function>
+void map_values(const float* x, int64_t count, float* out, Function f) {
+  int64_t i = 0;
+  for (; i + V::kLanes <= count; i += V::kLanes) V::store(out + i, f(V::load(x + i)));
+  if (i < count) {
+    alignas(64) float lanes[V::kLanes] = {};
+    for (int64_t j = i; j < count; ++j) lanes[j - i] = x[j];
+    V::store_first(out + i, f(V::load(lanes)), static_cast<int>(count - i));
+  }
+}
+
+template <class V>
+void softmax_values(const float* x, int64_t count, float max, float inv_sum, float* out) {
+  const typename V::F m = V::set1(max);
+  const typename V::F s = V::set1(inv_sum);
+  map_values<V>(x, count, out,
+                [&](typename V::F v) { return V::mul(exp_vector<V>(V::sub(v, m)), s); });
+}
+
+template <class V>
+void exp_values(const float* x, int64_t count, float* out) {
+  map_values<V>(x, count, out, [](typename V::F v) { return exp_vector<V>(v); });
+}
+
+template <class V, logitless::cpu::PackSource kSource, class T>
+void load_from(const T* src, int64_t count, float* dst) {
+  int64_t i = 0;
+  for (; i + V::kLanes <= count; i += V::kLanes) {
+    V::store(dst + i, V::template load_as<kSource>(src + i));
+  }
+  for (; i < count; ++i) dst[i] = static_cast<float>(src[i]);
+}
+
+template <class V>
+void load_values(logitless::DType type, const void* src, int64_t count, float* dst) {
+  using logitless::cpu::PackSource;
+  if (type == logitless::DType::f32) {
+    load_from<V, PackSource::f32>(static_cast<const float*>(src), count, dst);
+  } else if (type == logitless::DType::f16) {
+    load_from<V, PackSource::f16>(static_cast<const logitless::float16*>(src), count, dst);
+  } else {
+    load_from<V, PackSource::bf16>(static_cast<const logitless::bfloat16*>(src), count, dst);
+  }
+}
+
+template <class V>
+void store_values(logitless::DType type, const float* src, int64_t count, void* dst) {
+  int64_t i = 0;
+  if (type == logitless::DType::f32) {
+    float* out = static_cast<float*>(dst);
+    for (; i + V::kLanes <= count; i += V::kLanes) V::store(out + i, V::load(src + i));
+    for (; i < count; ++i) out[i] = src[i];
+  } else if (type == logitless::DType::f16) {
+    auto* out = static_cast<logitless::float16*>(dst);
+    for (; i + V::kLanes <= count; i += V::kLanes) V::store_f16(out + i, V::load(src + i));
+    for (; i < count; ++i) out[i] = logitless::float16(src[i]);
+  } else {
+    auto* out = static_cast<logitless::bfloat16*>(dst);
+    for (; i + V::kLanes <= count; i += V::kLanes) V::store_bf16(out + i, V::load(src + i));
+    for (; i < count; ++i) out[i] = logitless::bfloat16(src[i]);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Builds the table of one ISA from its vector type and its families of register tiles.
+
+#include "cpu/gemm_tile-inl.h"
+#include "cpu/pack-inl.h"
+#include "cpu/softmax_tile-inl.h"
+
+namespace {
+
+template <class G>
+constexpr logitless::cpu::GemmKernels gemm_table() {
+  static_assert(G::kMr % 2 == 0, "tokens are packed in pairs");
+  return {
+      .mr = G::kMr,
+      .nr = G::kLanes * G::kVecs,
+      .k_unit = G::kUnit,
+      .tile = &tile<G>,
+      .pack_rows = &pack_rows<G>,
+      .pack_cols = &pack_cols<G>,
+      .peak = &peak<G>,
+      .flops_per_instruction = G::kFlops,
+  };
+}
+
+template <class V>
+constexpr logitless::cpu::Kernels table(logitless::Isa isa, const logitless::cpu::GemmKernels* f32,
+                                        const logitless::cpu::GemmKernels* bf16_dot) {
+  return {
+      .isa = isa,
+      .f32 = f32,
+      .bf16_dot = bf16_dot,
+      .segment_stats = &segment_stats<V>,
+      .round_values = &round_values<V>,
+      .grad_tile = &grad_tile<V>,
+      .softmax = &softmax_values<V>,
+      .exp = &exp_values<V>,
+      .load = &load_values<V>,
+      .store = &store_values<V>,
+      .transpose = &transpose_tile<V>,
+  };
+}
+
+}  // namespace

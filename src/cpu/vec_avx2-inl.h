@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// Eight lanes: AVX2 + FMA + F16C.
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/kernels.h"
+
+namespace {
+
+struct Avx2Vec {
+  static constexpr int kLanes = 8;
+  using F = __m256;
+
+  static F zero() { return _mm256_setzero_ps(); }
+  static F set1(float x) { return _mm256_set1_ps(x); }
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+  static void store_first(float* p, F x, int n) {
+    alignas(32) float lanes[8];
+    _mm256_store_ps(lanes, x);
+    std::memcpy(p, lanes, static_cast<size_t>(n) * sizeof(float));
+  }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static float reduce_max(F a) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_shuffle_ps(x, x, 1)));
+  }
+  static float reduce_add(F a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+  }
+  // min and max return their second operand when one is NaN: x stands second.
+  static F clamp_keep_nan(F x, float lo, float hi) {
+    return _mm256_min_ps(set1(hi), _mm256_max_ps(set1(lo), x));
+  }
+  static F scale_by_power_of_two(F p, F n, F) {
+    const __m256i whole = _mm256_cvtps_epi32(n);
+    const __m256i half = _mm256_srai_epi32(whole, 1);
+    return mul(mul(p, power_of_two(half)), power_of_two(_mm256_sub_epi32(whole, half)));
+  }
+
+  template <logitless::cpu::PackSource kSource>
+  static F load_as(const void* p) {
+    using logitless::cpu::PackSource;
+    if constexpr (kSource == PackSource::f32) return load(static_cast<const float*>(p));
+    if constexpr (kSource == PackSource::f16) {
+      return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+    }
+    if constexpr (kSource == PackSource::bf16) {
+      return _mm256_castsi256_ps(_mm256_slli_epi32(
+          _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))), 16));
+    }
+    if constexpr (kSource == PackSource::f32_as_bf16) {
+      return round_bf16(load(static_cast<const float*>(p)));
+    }
+  }
+  static F round_bf16(F x) {
+    const __m256i u = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+    const F rounded =
+        _mm256_castsi256_ps(_mm256_and_si256(sum, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+    return _mm256_blendv_ps(rounded, quiet(x), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  }
+  static F round_f16(F x) {
+    return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static void store_bf16(void* p, F x) {
+    const __m256i u = _mm256_srli_epi32(_mm256_castps_si256(round_bf16(x)), 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(u, u), 0x08);
+    _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+  }
+  static void store_f16(void* p, F x) {
+    _mm_storeu_si128(static_cast<__m128i*>(p),
+                     _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  // 8 x 8 in registers.
+  static void transpose(F* r) {
+    F t[8];
+    for (int i = 0; i < 8; i += 2) {
+      t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+      t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+      r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+      r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+      r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {
+      t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+      t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+    }
+    for (int i = 0; i < 8; ++i) r[i] = t[i];
+  }
+
+ private:
+  static F power_of_two(__m256i n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+  }
+  static F quiet(F x) {
+    const __m256i u =
+        _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000)));
+    return _mm256_castsi256_ps(_mm256_or_si256(u, _mm256_set1_epi32(0x00400000)));
+  }
+};
+
+// 6 x 16: 12 accumulators, 2 loads, 1 broadcast of 16 registers.
+struct Avx2F32 {
+  static constexpr int kMr = 6;
+  static constexpr int kLanes = 8;
+  static constexpr int kVecs = 2;
+  static constexpr int kUnit = 1;
+  static constexpr double kFlops = 16.0;
+  using V = Avx2Vec;
+  using F = __m256;
+  using P = __m256;
+  static F zero() { return _mm256_setzero_ps(); }
+  static F load(const float* p) { return _mm256_load_ps(p); }
+  static void store(float* p, F x) { _mm256_store_ps(p, x); }
+  static P load_b(const float* p) { return _mm256_load_ps(p); }
+  static P broadcast(const float* p) { return _mm256_broadcast_ss(p); }
+  static F mac(F acc, P a, P b) { return _mm256_fmadd_ps(a, b, acc); }
+  static void opaque(P& p) { asm volatile("" : "+x"(p)); }
+  static void keep(F& f) { asm volatile("" : "+x"(f)); }
+};
+
+}  // namespace

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sixteen lanes: AVX-512 F, BW, DQ, VL; with AVX512-BF16 also its dot product of pairs.
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/kernels.h"
+
+namespace {
+
+struct Avx512Vec {
+  static constexpr int kLanes = 16;
+  using F = __m512;
+
+  static F zero() { return _mm512_setzero_ps(); }
+  static F set1(float x) { return _mm512_set1_ps(x); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  static void store_first(float* p, F x, int n) {
+    _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1u), x);
+  }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
+  // Written out: the order of the sum is part of the result.
+  static float reduce_add(F a) {
+    const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+  }
+  // min and max return their second operand when one is NaN: x stands second.
+  static F clamp_keep_nan(F x, float lo, float hi) {
+    return _mm512_min_ps(set1(hi), _mm512_max_ps(set1(lo), x));
+  }
+  static F scale_by_power_of_two(F p, F n, F) { return _mm512_scalef_ps(p, n); }
+
+  template <logitless::cpu::PackSource kSource>
+  static F load_as(const void* p) {
+    using logitless::cpu::PackSource;
+    if constexpr (kSource == PackSource::f32) return load(static_cast<const float*>(p));
+    if constexpr (kSource == PackSource::f16) {
+      return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+    }
+    if constexpr (kSource == PackSource::bf16) {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(
+          _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p))), 16));
+    }
+    if constexpr (kSource == PackSource::f32_as_bf16) {
+      return round_bf16(load(static_cast<const float*>(p)));
+    }
+  }
+  static F round_bf16(F x) {
+    const __m512i u = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    __m512i sum = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    sum = _mm512_mask_or_epi32(sum, nan, u, _mm512_set1_epi32(0x00400000));
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(sum, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  static F round_f16(F x) {
+    return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static void store_bf16(void* p, F x) {
+    const __m512i u = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(x)), 16);
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(u));
+  }
+  static void store_f16(void* p, F x) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p),
+                        _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  // 16 x 16 in registers, four stages of 16 shuffles.
+  static void transpose(F* r) {
+    F t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+      t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+      t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+      r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+      r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+      r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    // r[4 g + c] holds column 4 q + c of rows 4 g .. 4 g + 3 in its 128-bit lane q.
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      t[c] = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88);           // q 0, 2 of groups 0, 1
+      t[4 + c] = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd);       // q 1, 3
+      t[8 + c] = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88);  // groups 2, 3
+      t[12 + c] = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      r[c] = _mm512_shuffle_f32x4(t[c], t[8 + c], 0x88);
+      r[8 + c] = _mm512_shuffle_f32x4(t[c], t[8 + c], 0xdd);
+      r[4 + c] = _mm512_shuffle_f32x4(t[4 + c], t[12 + c], 0x88);
+      r[12 + c] = _mm512_shuffle_f32x4(t[4 + c], t[12 + c], 0xdd);
+    }
+  }
+};
+
+// 14 x 32 for both families: see gemm_tile-inl.h.
+struct Avx512F32 {
+  static constexpr int kMr = 14;
+  static constexpr int kLanes = 16;
+  static constexpr int kVecs = 2;
+  static constexpr int kUnit = 1;
+  static constexpr double kFlops = 32.0;
+  using V = Avx512Vec;
+  using F = __m512;
+  using P = __m512;
+  static F zero() { return _mm512_setzero_ps(); }
+  static F load(const float* p) { return _mm512_load_ps(p); }
+  static void store(float* p, F x) { _mm512_store_ps(p, x); }
+  static P load_b(const float* p) { return _mm512_load_ps(p); }
+  static P broadcast(const float* p) { return _mm512_set1_ps(*p); }
+  static F mac(F acc, P a, P b) { return _mm512_fmadd_ps(a, b, acc); }
+  static void opaque(P& p) { asm volatile("" : "+v"(p)); }
+  static void keep(F& f) { asm volatile("" : "+v"(f)); }
+};
+
+#ifdef __AVX512BF16__
+
+// The dot product treats subnormal inputs as zero and flushes subnormal results.
+struct Avx512Bf16Dot {
+  static constexpr int kMr = 14;
+  static constexpr int kLanes = 16;
+  static constexpr int kVecs = 2;
+  static constexpr int kUnit = 2;
+  static constexpr double kFlops = 64.0;
+  using V = Avx512Vec;
+  using F = __m512;
+  using P = __m512bh;
+  static F zero() { return _mm512_setzero_ps(); }
+  static F load(const float* p) { return _mm512_load_ps(p); }
+  static void store(float* p, F x) { _mm512_store_ps(p, x); }
+  static P load_b(const float* p) { return (__m512bh)_mm512_load_ps(p); }
+  static P broadcast(const float* p) { return (__m512bh)_mm512_set1_ps(*p); }
+  static F mac(F acc, P a, P b) { return _mm512_dpbf16_ps(acc, a, b); }
+  static void opaque(P& p) { asm volatile("" : "+v"(p)); }
+  static void keep(F& f) { asm volatile("" : "+v"(f)); }
+
+  // Units of kLanes * 2 consecutive elements.
+  template <logitless::cpu::PackSource kSource>
+  static __m512 load_units(const void* p) {
+    using logitless::cpu::PackSource;
+    if constexpr (kSource == PackSource::f32_as_bf16) {
+      const float* x = static_cast<const float*>(p);
+      return _mm512_castsi512_ps(
+          (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 16), _mm512_loadu_ps(x)));
+    } else {
+      return _mm512_castsi512_ps(_mm512_loadu_si512(p));
+    }
+  }
+  // Units of kLanes columns of two neighbouring k: low half from p0.
+  template <logitless::cpu::PackSource kSource>
+  static __m512 interleave_units(const void* p0, const void* p1) {
+    using logitless::cpu::PackSource;
+    __m256i lo, hi;
+    if constexpr (kSource == PackSource::f32_as_bf16) {
+      lo = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(p0));
+      hi = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(p1));
+    } else {
+      lo = _mm256_loadu_si256(static_cast<const __m256i*>(p0));
+      hi = _mm256_loadu_si256(static_cast<const __m256i*>(p1));
+    }
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu16_epi32(lo),
+                                               _mm512_slli_epi32(_mm512_cvtepu16_epi32(hi), 16)));
+  }
+};
+
+#endif  // __AVX512BF16__
+
+}  // namespace

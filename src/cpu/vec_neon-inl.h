@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// Four lanes: AArch64 Advanced SIMD; with BF16 (Armv8.6) also its dot product of pairs.
+
+#include <arm_neon.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/kernels.h"
+
+namespace {
+
+struct NeonVec {
+  static constexpr int kLanes = 4;
+  using F = float32x4_t;
+
+  static F zero() { return vdupq_n_f32(0.0f); }
+  static F set1(float x) { return vdupq_n_f32(x); }
+  static F load(const float* p) { return vld1q_f32(p); }
+  static void store(float* p, F x) { vst1q_f32(p, x); }
+  static void store_first(float* p, F x, int n) {
+    float lanes[4];
+    vst1q_f32(lanes, x);
+    std::memcpy(p, lanes, static_cast<size_t>(n) * sizeof(float));
+  }
+  static F add(F a, F b) { return vaddq_f32(a, b); }
+  static F sub(F a, F b) { return vsubq_f32(a, b); }
+  static F mul(F a, F b) { return vmulq_f32(a, b); }
+  static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+  static F max(F a, F b) { return vmaxnmq_f32(a, b); }
+  static float reduce_max(F a) { return vmaxnmvq_f32(a); }
+  // Written out: the order of the sum is part of the result.
+  static float reduce_add(F a) {
+    const float32x2_t h = vadd_f32(vget_low_f32(a), vget_high_f32(a));
+    return vget_lane_f32(h, 0) + vget_lane_f32(h, 1);
+  }
+  // vmin and vmax return NaN when one operand is.
+  static F clamp_keep_nan(F x, float lo, float hi) {
+    return vminq_f32(set1(hi), vmaxq_f32(set1(lo), x));
+  }
+  static F scale_by_power_of_two(F p, F n, F) {
+    const int32x4_t whole = vcvtnq_s32_f32(n);
+    const int32x4_t half = vshrq_n_s32(whole, 1);
+    return mul(mul(p, power_of_two(half)), power_of_two(vsubq_s32(whole, half)));
+  }
+
+  template <logitless::cpu::PackSource kSource>
+  static F load_as(const void* p) {
+    using logitless::cpu::PackSource;
+    if constexpr (kSource == PackSource::f32) return load(static_cast<const float*>(p));
+    if constexpr (kSource == PackSource::f16) {
+      return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(static_cast<const uint16_t*>(p))));
+    }
+    if constexpr (kSource == PackSource::bf16) {
+      return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(static_cast<const uint16_t*>(p)), 16));
+    }
+    if constexpr (kSource == PackSource::f32_as_bf16) {
+      return round_bf16(load(static_cast<const float*>(p)));
+    }
+  }
+  static F round_bf16(F x) {
+    const uint32x4_t u = vreinterpretq_u32_f32(x);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
+    const uint32x4_t sum = vaddq_u32(vaddq_u32(u, vdupq_n_u32(0x7fff)), odd);
+    const uint32x4_t quiet = vorrq_u32(u, vdupq_n_u32(0x00400000));
+    const uint32x4_t ordered = vceqq_f32(x, x);
+    return vreinterpretq_f32_u32(
+        vandq_u32(vbslq_u32(ordered, sum, quiet), vdupq_n_u32(0xffff0000u)));
+  }
+  static F round_f16(F x) { return vcvt_f32_f16(vcvt_f16_f32(x)); }
+  static void store_bf16(void* p, F x) {
+    vst1_u16(static_cast<uint16_t*>(p), vshrn_n_u32(vreinterpretq_u32_f32(round_bf16(x)), 16));
+  }
+  static void store_f16(void* p, F x) {
+    vst1_u16(static_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(x)));
+  }
+  static void transpose(F* r) {
+    const float32x4x2_t a = vtrnq_f32(r[0], r[1]);
+    const float32x4x2_t b = vtrnq_f32(r[2], r[3]);
+    r[0] = vcombine_f32(vget_low_f32(a.val[0]), vget_low_f32(b.val[0]));
+    r[1] = vcombine_f32(vget_low_f32(a.val[1]), vget_low_f32(b.val[1]));
+    r[2] = vcombine_f32(vget_high_f32(a.val[0]), vget_high_f32(b.val[0]));
+    r[3] = vcombine_f32(vget_high_f32(a.val[1]), vget_high_f32(b.val[1]));
+  }
+
+ private:
+  static F power_of_two(int32x4_t n) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
+  }
+};
+
+// 6 x 16: 24 accumulators, 4 loads, 1 broadcast of 32 registers.
+struct NeonF32 {
+  static constexpr int kMr = 6;
+  static constexpr int kLanes = 4;
+  static constexpr int kVecs = 4;
+  static constexpr int kUnit = 1;
+  static constexpr double kFlops = 8.0;
+  using V = NeonVec;
+  using F = float32x4_t;
+  using P = float32x4_t;
+  static F zero() { return vdupq_n_f32(0.0f); }
+  static F load(const float* p) { return vld1q_f32(p); }
+  static void store(float* p, F x) { vst1q_f32(p, x); }
+  static P load_b(const float* p) { return vld1q_f32(p); }
+  static P broadcast(const float* p) { return vld1q_dup_f32(p); }
+  static F mac(F acc, P a, P b) { return vfmaq_f32(acc, a, b); }
+  static void opaque(P& p) { asm volatile("" : "+w"(p)); }
+  static void keep(F& f) { asm volatile("" : "+w"(f)); }
+};
+
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+
+struct NeonBf16Dot {
+  static constexpr int kMr = 6;
+  static constexpr int kLanes = 4;
+  static constexpr int kVecs = 4;
+  static constexpr int kUnit = 2;
+  static constexpr double kFlops = 16.0;
+  using V = NeonVec;
+  using F = float32x4_t;
+  using P = bfloat16x8_t;
+  static F zero() { return vdupq_n_f32(0.0f); }
+  static F load(const float* p) { return vld1q_f32(p); }
+  static void store(float* p, F x) { vst1q_f32(p, x); }
+  static P load_b(const float* p) { return vreinterpretq_bf16_f32(vld1q_f32(p)); }
+  static P broadcast(const float* p) { return vreinterpretq_bf16_f32(vld1q_dup_f32(p)); }
+  static F mac(F acc, P a, P b) { return vbfdotq_f32(acc, a, b); }
+  static void opaque(P& p) { asm volatile("" : "+w"(p)); }
+  static void keep(F& f) { asm volatile("" : "+w"(f)); }
+
+  template <logitless::cpu::PackSource kSource>
+  static F load_units(const void* p) {
+    using logitless::cpu::PackSource;
+    if constexpr (kSource == PackSource::f32_as_bf16) {
+      uint16_t halves[8];
+      NeonVec::store_bf16(halves, vld1q_f32(static_cast<const float*>(p)));
+      NeonVec::store_bf16(halves + 4, vld1q_f32(static_cast<const float*>(p) + 4));
+      return vreinterpretq_f32_u16(vld1q_u16(halves));
+    } else {
+      return vreinterpretq_f32_u16(vld1q_u16(static_cast<const uint16_t*>(p)));
+    }
+  }
+  template <logitless::cpu::PackSource kSource>
+  static F interleave_units(const void* p0, const void* p1) {
+    using logitless::cpu::PackSource;
+    uint16x4_t lo, hi;
+    if constexpr (kSource == PackSource::f32_as_bf16) {
+      uint16_t halves[8];
+      NeonVec::store_bf16(halves, vld1q_f32(static_cast<const float*>(p0)));
+      NeonVec::store_bf16(halves + 4, vld1q_f32(static_cast<const float*>(p1)));
+      lo = vld1_u16(halves);
+      hi = vld1_u16(halves + 4);
+    } else {
+      lo = vld1_u16(static_cast<const uint16_t*>(p0));
+      hi = vld1_u16(static_cast<const uint16_t*>(p1));
+    }
+    return vreinterpretq_f32_u32(vorrq_u32(vmovl_u16(lo), vshll_n_u16(hi, 16)));
+  }
+};
+
+#endif  // __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+
+}  // namespace

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// One lane in plain C++: correct on every machine on day one, and the yardstick of the others.
+// Multiply-adds are rounded twice (the build sets -ffp-contract=off for this level).
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/kernels.h"
+
+namespace {
+
+struct ScalarVec {
+  static constexpr int kLanes = 1;
+  using F = float;
+
+  static F zero() { return 0.0f; }
+  static F set1(float x) { return x; }
+  static F load(const float* p) { return *p; }
+  static void store(float* p, F x) { *p = x; }
+  static void store_first(float* p, F x, int) { *p = x; }
+  static F add(F a, F b) { return a + b; }
+  static F sub(F a, F b) { return a - b; }
+  static F mul(F a, F b) { return a * b; }
+  static F fma(F a, F b, F c) { return a * b + c; }
+  static F max(F a, F b) { return a > b ? a : b; }
+  static float reduce_max(F a) { return a; }
+  static float reduce_add(F a) { return a; }
+  static F clamp_keep_nan(F x, float lo, float hi) { return x < lo ? lo : (x > hi ? hi : x); }
+
+  // p * 2^n in two steps: the first is exact, so there is one rounding.
+  static F scale_by_power_of_two(F p, F n, F) {
+    const int32_t whole = static_cast<int32_t>(n);
+    const int32_t half = whole >> 1;
+    return p * power_of_two(half) * power_of_two(whole - half);
+  }
+
+  template <logitless::cpu::PackSource kSource>
+  static F load_as(const void* p) {
+    using logitless::cpu::PackSource;
+    if constexpr (kSource == PackSource::f32) return *static_cast<const float*>(p);
+    if constexpr (kSource == PackSource::f16) {
+      return static_cast<float>(*static_cast<const logitless::float16*>(p));
+    }
+    if constexpr (kSource == PackSource::bf16) {
+      return static_cast<float>(*static_cast<const logitless::bfloat16*>(p));
+    }
+    if constexpr (kSource == PackSource::f32_as_bf16) {
+      return round_bf16(*static_cast<const float*>(p));
+    }
+  }
+  static F round_bf16(F x) { return static_cast<float>(logitless::bfloat16(x)); }
+  static F round_f16(F x) { return static_cast<float>(logitless::float16(x)); }
+  static void store_bf16(void* p, F x) {
+    *static_cast<logitless::bfloat16*>(p) = logitless::bfloat16(x);
+  }
+  static void store_f16(void* p, F x) {
+    *static_cast<logitless::float16*>(p) = logitless::float16(x);
+  }
+  static void transpose(F*) {}
+
+ private:
+  static float power_of_two(int32_t n) {
+    return __builtin_bit_cast(float, static_cast<uint32_t>(n + 127) << 23);
+  }
+};
+
+struct ScalarF32 {
+  static constexpr int kMr = 4;
+  static constexpr int kLanes = 1;
+  static constexpr int kVecs = 8;
+  static constexpr int kUnit = 1;
+  static constexpr double kFlops = 2.0;
+  using V = ScalarVec;
+  using F = float;
+  using P = float;
+  static F zero() { return 0.0f; }
+  static F load(const float* p) { return *p; }
+  static void store(float* p, F x) { *p = x; }
+  static P load_b(const float* p) { return *p; }
+  static P broadcast(const float* p) { return *p; }
+  static F mac(F acc, P a, P b) { return acc + a * b; }
+  static void opaque(P& p) { asm volatile("" : "+m"(p)); }
+  static void keep(F& f) { asm volatile("" : "+m"(f)); }
+};
+
+}  // namespace

@@ -1,0 +1,469 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "cpu/constants.h"
+
+namespace logitless {
+inline namespace LOGITLESS_ABI_NAMESPACE {
+namespace {
+
+Result<Target> choose_target(const PlanOptions& options, DType operand,
+                             const std::optional<DType>& multiply) {
+  if (auto ok = check_options(options); !ok) return ok.error();
+  Target target;
+  const auto isa = options.isa ? parse_isa(name_of(*options.isa)) : default_isa();
+  if (!isa) return isa.error();
+  target.isa = *isa;
+  target.threads = options.threads > 0 ? options.threads : default_threads();
+  target.kernels = cpu::kernels_of(target.isa);
+  target.multiply = multiply.value_or(operand);
+  target.l2_bytes = machine_info().l2_bytes;
+  target.gemm = target.multiply == DType::bf16 && target.kernels->bf16_dot != nullptr
+                    ? target.kernels->bf16_dot
+                    : target.kernels->f32;
+  switch (operand) {
+    case DType::f16:
+      target.source = cpu::PackSource::f16;
+      break;
+    case DType::bf16:
+      target.source = cpu::PackSource::bf16;
+      break;
+    default:
+      target.source =
+          target.multiply == DType::bf16 ? cpu::PackSource::f32_as_bf16 : cpu::PackSource::f32;
+  }
+  return target;
+}
+
+std::string bytes_text(int64_t bytes) {
+  char text[64];
+  if (bytes < 10 * 1024) {
+    std::snprintf(text, sizeof(text), "%lld B", static_cast<long long>(bytes));
+  } else if (bytes < int64_t{10} << 20) {
+    std::snprintf(text, sizeof(text), "%.1f KiB", static_cast<double>(bytes) / 1024);
+  } else {
+    std::snprintf(text, sizeof(text), "%.1f MiB", static_cast<double>(bytes) / (1 << 20));
+  }
+  return text;
+}
+
+std::string shape_text(const Shape& s) {
+  return "[BT, V, H] = [" + std::to_string(s.BT) + ", " + std::to_string(s.V) + ", " +
+         std::to_string(s.H) + "]";
+}
+
+std::string target_text(const Target& t) {
+  return std::string(name_of(t.isa)) + ", " + std::to_string(t.threads) +
+         (t.threads == 1 ? " thread" : " threads") + ", multiplied as " +
+         (t.gemm->k_unit == 2 ? "bf16 pairs" : "fp32") + " in tiles of " +
+         std::to_string(t.gemm->mr) + " x " + std::to_string(t.gemm->nr);
+}
+
+Error too_small(const PlanOptions& options, int64_t least) {
+  return Error{ErrorKind::limit_too_small,
+               "workspace_limit_bytes is " + std::to_string(options.workspace_limit_bytes) +
+                   ", the least possible workspace is " + std::to_string(least) + " bytes"};
+}
+
+// ---- forward -----------------------------------------------------------------------------------
+
+// Fills the layout for these blocks; returns the workspace's bytes.
+int64_t lay_out(ForwardPlanData& p) {
+  const cpu::GemmKernels& g = *p.target.gemm;
+  const int64_t units = ceil_div(p.shape.H, g.k_unit);
+  const int64_t seg_panels = cpu::kSegmentColumns / g.nr;
+  Layout l;
+  p.input_panels = l.add(ceil_div(p.token_block, g.mr) * units * g.mr * 4);
+  p.weight_panels = l.add(p.chunk_segments * seg_panels * units * g.nr * 4);
+  p.tiles_stride = round_up(int64_t{p.group} * seg_panels * g.mr * g.nr * 4, kAlignment);
+  p.tiles = l.add(p.target.threads * p.tiles_stride);
+  p.partial_max = l.add(p.chunk_segments * p.token_block * 4);
+  p.partial_sum = l.add(p.chunk_segments * p.token_block * 4);
+  p.row_index = l.add(p.token_block * 8);
+  p.local_target = l.add(p.token_block * 8);
+  p.run_max = l.add(p.token_block * 4);
+  p.run_sum = l.add(p.token_block * 4);
+  p.predicted = l.add(p.token_block * 4);
+  return p.workspace_bytes = l.bytes();
+}
+
+// Tokens in blocks, as many rows per block as fit, since weight is packed once per block; weight in
+// chunks of segments, few, since a chunk only has to keep the threads busy between two barriers.
+Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
+  const cpu::GemmKernels& g = *p.target.gemm;
+  const int64_t units = ceil_div(p.shape.H, g.k_unit);
+  const int64_t segments = std::max<int64_t>(1, ceil_div(p.shape.V, cpu::kSegmentColumns));
+  const int64_t segment_bytes = std::max<int64_t>(1, units * cpu::kSegmentColumns * 4);
+  const int64_t BT = std::max<int64_t>(p.shape.BT, 1);
+
+  p.token_block = std::min<int64_t>(BT, g.mr);
+  p.chunk_segments = 1;
+  p.group = 1;
+  const int64_t least = lay_out(p);
+  int64_t limit = options.workspace_limit_bytes;
+  if (limit == 0) {
+    // Beyond H = 8192 the least blocks that are not slow: 16 panels of tokens and one segment.
+    p.token_block = std::min<int64_t>(BT, int64_t{16} * g.mr);
+    limit = std::max(kForwardWorkspaceBytes, lay_out(p));
+  } else if (limit < least) {
+    return too_small(options, least);
+  }
+
+  // Token panels that share a walk over a segment: half of L2, at most 8.
+  const int64_t panel_bytes = std::max<int64_t>(1, units * g.mr * 4);
+  const int64_t group_wanted = std::clamp<int64_t>(p.target.l2_bytes / 2 / panel_bytes, 1, 8);
+  int64_t segments_wanted = std::clamp<int64_t>((int64_t{4} << 20) / segment_bytes, 1, segments);
+  // Few tokens: cut the vocabulary between the threads instead.
+  const int64_t token_panels = ceil_div(BT, g.mr);
+  const int64_t threads = p.target.threads;
+  if (token_panels < 4 * threads) {
+    segments_wanted = std::min(segments, std::max(segments_wanted, 4 * threads));
+  }
+
+  const auto fits = [&](int64_t block, int64_t chunk, int64_t group) {
+    p.token_block = block;
+    p.chunk_segments = chunk;
+    p.group = static_cast<int>(group);
+    return lay_out(p) <= limit;
+  };
+  for (int64_t group = std::min(group_wanted, token_panels);;
+       group = std::max<int64_t>(1, group / 2)) {
+    for (int64_t chunk = segments_wanted;; chunk = std::max<int64_t>(1, chunk / 2)) {
+      // The largest block that fits, by bisection over panels.
+      int64_t low = 0;
+      int64_t high = token_panels;
+      while (low < high) {
+        const int64_t mid = (low + high + 1) / 2;
+        if (fits(std::min(BT, mid * g.mr), chunk, group)) {
+          low = mid;
+        } else {
+          high = mid - 1;
+        }
+      }
+      const bool wide_enough = low >= std::min<int64_t>(token_panels, 32);
+      if (low > 0 && (wide_enough || (chunk == 1 && (group == 1 || low >= 2 * group)))) {
+        // Blocks of equal size.
+        const int64_t blocks = ceil_div(BT, std::min(BT, low * g.mr));
+        const int64_t even = std::min(BT, round_up(ceil_div(BT, blocks), g.mr));
+        fits(even, chunk, group);
+        return {};
+      }
+      if (chunk == 1) break;
+    }
+    if (group == 1) break;
+  }
+  return too_small(options, least);
+}
+
+// ---- gradient ----------------------------------------------------------------------------------
+
+int64_t lay_out(GradientPlanData& p) {
+  const cpu::GemmKernels& g = *p.target.gemm;
+  const auto [BT, V, H] = p.shape;
+  const bool recompute = p.types.mode == GradientMode::memory_saving;
+  const bool want_input = p.types.grad_input.has_value();
+  const bool want_weight = p.types.grad_weight.has_value();
+  const int64_t h_units = ceil_div(H, g.k_unit);
+  const int64_t t_units = ceil_div(p.token_chunk, g.k_unit);
+  const int64_t v_units = ceil_div(p.vocab_chunk, g.k_unit);
+  const int64_t t_panels = ceil_div(p.token_chunk, g.mr);
+  const int64_t v_panels = ceil_div(p.vocab_chunk, g.nr);
+  const int64_t tile_bytes = int64_t{g.mr} * g.nr * 4;
+  const int64_t h_rows = ceil_div(H, g.mr);
+  const int64_t h_cols = ceil_div(H, g.nr);
+
+  const bool one_vocab_chunk = p.vocab_chunk >= V;
+  const bool one_token_chunk = p.token_chunk >= BT;
+  const auto place = [](const std::optional<GradientOutput>& output, bool complete) {
+    if (!output || complete) return Accumulator::none;
+    return output->dtype == DType::f32 ? Accumulator::output : Accumulator::workspace;
+  };
+  p.grad_input_accumulator = place(p.types.grad_input, one_vocab_chunk);
+  p.grad_weight_accumulator = place(p.types.grad_weight, one_token_chunk);
+
+  Layout l;
+  p.input_rows = l.add(recompute ? t_panels * h_units * g.mr * 4 : 0);
+  p.input_cols = l.add(want_weight ? h_rows * t_units * g.mr * 4 : 0);
+  p.weight_rows = l.add(recompute ? v_panels * h_units * g.nr * 4 : 0);
+  p.weight_cols = l.add(want_input ? h_cols * v_units * g.nr * 4 : 0);
+  p.grad_rows = l.add(want_input ? t_panels * v_units * g.mr * 4 : 0);
+  p.grad_cols = l.add(want_weight ? v_panels * t_units * g.nr * 4 : 0);
+  p.accumulator_bytes = 0;
+  if (p.grad_input_accumulator == Accumulator::workspace) {
+    // Chunks are cut into panels of their own, so each may end with a panel that is not full.
+    const int64_t chunks = p.vocab_outside ? ceil_div(BT, p.token_chunk) : 1;
+    const int64_t bytes = chunks * t_panels * h_cols * tile_bytes;
+    p.grad_input_tiles = l.add(bytes);
+    if (p.vocab_outside) p.accumulator_bytes = bytes;
+  }
+  if (p.grad_weight_accumulator == Accumulator::workspace) {
+    const int64_t chunks = p.vocab_outside ? 1 : ceil_div(V, p.vocab_chunk);
+    const int64_t bytes = chunks * h_rows * v_panels * tile_bytes;
+    p.grad_weight_tiles = l.add(bytes);
+    if (!p.vocab_outside) p.accumulator_bytes = bytes;
+  }
+  p.row_index = l.add(p.token_chunk * 8);
+  p.row_params = l.add(p.token_chunk * static_cast<int64_t>(sizeof(cpu::GradRow)));
+  // Per thread: one tile of 16 rows or more, its transpose, and a row of an output.
+  const int64_t wide = round_up(g.mr, 16);
+  p.scratch_stride = round_up(2 * wide * g.nr * 4 + int64_t{g.nr} * 4, kAlignment);
+  p.scratch = l.add(p.target.threads * p.scratch_stride);
+  return p.workspace_bytes = l.bytes();
+}
+
+// Estimated cycles of one thread's share, products left out (they are the same for every plan):
+// packing, accumulators moving in and out, barriers.
+double overhead_cycles(const GradientPlanData& p) {
+  const auto BT = static_cast<double>(p.shape.BT);
+  const auto V = static_cast<double>(p.shape.V);
+  const auto H = static_cast<double>(p.shape.H);
+  const double v_chunks = static_cast<double>(ceil_div(p.shape.V, p.vocab_chunk));
+  const double t_chunks = static_cast<double>(ceil_div(p.shape.BT, p.token_chunk));
+  constexpr double kPackRows = 0.35;  // a transpose in registers
+  constexpr double kPackCols = 0.20;
+  constexpr double kTileTraffic = 0.5;    // a tile of an accumulator in and out
+  constexpr double kOutputTraffic = 1.5;  // the same through a strided or transposed output
+  constexpr double kBarriers = 60e3;      // three per cell, with the wait for the slowest thread
+  const bool recompute = p.types.mode == GradientMode::memory_saving;
+  const bool want_input = p.types.grad_input.has_value();
+  const bool want_weight = p.types.grad_weight.has_value();
+  const double pack_weight = V * H * ((recompute ? kPackRows : 0) + (want_input ? kPackCols : 0)) *
+                             (!p.vocab_outside && v_chunks > 1 ? t_chunks : 1);
+  const double pack_input = BT * H * ((recompute ? kPackRows : 0) + (want_weight ? kPackCols : 0)) *
+                            (p.vocab_outside && t_chunks > 1 ? v_chunks : 1);
+  const auto traffic = [&](Accumulator a) {
+    if (a == Accumulator::none) return 0.0;
+    return a == Accumulator::output ? kOutputTraffic : kTileTraffic;
+  };
+  const double tiles = BT * H * v_chunks * traffic(p.grad_input_accumulator) +
+                       V * H * t_chunks * traffic(p.grad_weight_accumulator);
+  return (pack_weight + pack_input + tiles) / p.target.threads + v_chunks * t_chunks * kBarriers;
+}
+
+std::vector<int64_t> chunk_sizes(int64_t n, int64_t unit, std::initializer_list<int64_t> wanted) {
+  std::vector<int64_t> sizes;
+  for (int64_t size : wanted) {
+    // Chunks of equal size, in whole units.
+    const int64_t chunks = std::max<int64_t>(1, ceil_div(n, size));
+    const int64_t even = std::max(unit, round_up(ceil_div(n, chunks), unit));
+    if (sizes.empty() || sizes.back() != even) sizes.push_back(even);
+  }
+  return sizes;
+}
+
+Result<void> choose_schedule(GradientPlanData& p, const PlanOptions& options) {
+  const cpu::GemmKernels& g = *p.target.gemm;
+  const auto [BT, V, H] = p.shape;
+  // More than about 2,000 columns or 16,384 tokens at a time bring nothing that the model sees.
+  const auto vocab_sizes =
+      chunk_sizes(V, g.nr, {2240, 1792, 1344, 896, 672, 448, 320, 224, 160, 96, 64, 32, 16, 8});
+  const auto token_sizes =
+      chunk_sizes(BT, g.mr % 2 == 0 ? g.mr : 2 * g.mr,
+                  {int64_t{1} << 48, 16384, 8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8});
+  const bool fp32_given = (p.types.grad_weight && p.types.grad_weight->dtype == DType::f32) ||
+                          (p.types.grad_input && p.types.grad_input->dtype == DType::f32);
+  const bool both = p.types.grad_input.has_value() && p.types.grad_weight.has_value();
+  // One fp32 accumulator, for whichever output is summed over chunks, in whole tiles.
+  const int64_t accumulator_allowed = both && !fp32_given
+                                          ? std::min(round_up(BT, g.mr) * round_up(H, g.nr),
+                                                     round_up(V, g.nr) * round_up(H, g.mr)) *
+                                                4
+                                          : 0;
+  // Panels that are not full at the end of each chunk.
+  const auto within = [&](const GradientPlanData& c) {
+    if (options.workspace_limit_bytes > 0) {
+      return c.workspace_bytes <= options.workspace_limit_bytes;
+    }
+    return c.workspace_bytes <= kGradientWorkspaceBytes + accumulator_allowed;
+  };
+  bool found = false;
+  double best_cost = 0;
+  GradientPlanData best = p;
+  GradientPlanData least = p;
+  int64_t least_bytes = INT64_MAX;
+  for (const bool vocab_outside : {true, false}) {
+    for (const int64_t vocab_chunk : vocab_sizes) {
+      for (const int64_t token_chunk : token_sizes) {
+        GradientPlanData c = p;
+        c.vocab_outside = vocab_outside;
+        c.vocab_chunk = vocab_chunk;
+        c.token_chunk = token_chunk;
+        if (lay_out(c) < least_bytes) {
+          least_bytes = c.workspace_bytes;
+          least = c;
+        }
+        if (!within(c)) continue;
+        const double cost = overhead_cycles(c);
+        if (!found || cost < best_cost) {
+          found = true;
+          best_cost = cost;
+          best = c;
+        }
+      }
+    }
+  }
+  if (!found) {
+    if (options.workspace_limit_bytes > 0) return too_small(options, least_bytes);
+    best = least;  // a hidden size so large that even the least chunks need more than the default
+  }
+  p = best;
+  return {};
+}
+
+}  // namespace
+
+Result<ForwardPlan> plan_forward(const Shape& shape, const ForwardTypes& types,
+                                 const PlanOptions& options) {
+  if (auto ok = check_shape(shape); !ok) return ok.error();
+  if (auto ok = check_types(types); !ok) return ok.error();
+  auto target = choose_target(options, types.operand, types.multiply);
+  if (!target) return target.error();
+  auto data = std::make_shared<ForwardPlanData>();
+  data->shape = shape;
+  data->types = types;
+  data->target = *target;
+  if (auto ok = choose_blocks(*data, options); !ok) return ok.error();
+  return ForwardPlan(std::move(data));
+}
+
+Result<MergePlan> plan_merge(int64_t BT, int64_t shards, const PlanOptions& options) {
+  if (auto ok = check_shape({BT, 0, 0}); !ok) return ok.error();
+  if (shards < 1) {
+    return Error{ErrorKind::invalid_argument,
+                 "shards is " + std::to_string(shards) + ", must be at least 1"};
+  }
+  auto target = choose_target(options, DType::f32, {});
+  if (!target) return target.error();
+  auto data = std::make_shared<MergePlanData>();
+  data->BT = BT;
+  data->shards = shards;
+  data->threads = target->threads;
+  data->kernels = target->kernels;
+  return MergePlan(std::move(data));
+}
+
+Result<LossPlan> plan_loss(int64_t BT, int64_t V, const LossTypes& types,
+                           const PlanOptions& options) {
+  if (auto ok = check_shape({BT, V, 0}); !ok) return ok.error();
+  if (types.softmax_logits && size_of(*types.softmax_logits) != 2 &&
+      *types.softmax_logits != DType::f32) {
+    return Error{ErrorKind::invalid_argument, std::string("logits: dtype is ") +
+                                                  name_of(*types.softmax_logits) +
+                                                  ", must be f32, f16 or bf16"};
+  }
+  auto target = choose_target(options, DType::f32, {});
+  if (!target) return target.error();
+  auto data = std::make_shared<LossPlanData>();
+  data->BT = BT;
+  data->V = V;
+  data->types = types;
+  data->target = *target;
+  return LossPlan(std::move(data));
+}
+
+Result<GradientPlan> plan_gradient(const Shape& shape, const GradientTypes& types,
+                                   const PlanOptions& options) {
+  if (auto ok = check_shape(shape); !ok) return ok.error();
+  if (auto ok = check_types(types); !ok) return ok.error();
+  auto target = choose_target(options, types.operand, types.multiply);
+  if (!target) return target.error();
+  auto data = std::make_shared<GradientPlanData>();
+  data->shape = shape;
+  data->types = types;
+  data->target = *target;
+  if (auto ok = choose_schedule(*data, options); !ok) return ok.error();
+  return GradientPlan(std::move(data));
+}
+
+int64_t ForwardPlan::workspace_bytes() const { return data_->workspace_bytes; }
+int ForwardPlan::threads() const { return data_->target.threads; }
+Isa ForwardPlan::isa() const { return data_->target.isa; }
+const Shape& ForwardPlan::shape() const { return data_->shape; }
+const ForwardTypes& ForwardPlan::types() const { return data_->types; }
+
+std::string ForwardPlan::describe() const {
+  const ForwardPlanData& p = *data_;
+  const int64_t units = ceil_div(p.shape.H, p.target.gemm->k_unit);
+  std::string text = "forward " + shape_text(p.shape) + ", " + name_of(p.types.operand) + "\n";
+  text += "  " + target_text(p.target) + "\n";
+  text += "  tokens in " + std::to_string(ceil_div(p.shape.BT, p.token_block)) + " blocks of " +
+          std::to_string(p.token_block) + "; vocabulary in chunks of " +
+          std::to_string(p.chunk_segments) + " segments of " +
+          std::to_string(cpu::kSegmentColumns) + " columns; " + std::to_string(p.group) +
+          " panels of tokens share a walk over a segment\n";
+  text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +
+          std::to_string(p.workspace_bytes) + " bytes): input " +
+          bytes_text(ceil_div(p.token_block, p.target.gemm->mr) * units * p.target.gemm->mr * 4) +
+          ", weight " + bytes_text(p.chunk_segments * units * cpu::kSegmentColumns * 4) +
+          ", tiles " + bytes_text(p.target.threads * p.tiles_stride) + "\n";
+  return text;
+}
+
+int64_t MergePlan::workspace_bytes() const { return 0; }
+int MergePlan::threads() const { return data_->threads; }
+std::string MergePlan::describe() const {
+  return "merge of " + std::to_string(data_->shards) +
+         " shards, BT = " + std::to_string(data_->BT) + ", " + std::to_string(data_->threads) +
+         " threads\n";
+}
+
+int64_t LossPlan::workspace_bytes() const { return 0; }
+int LossPlan::threads() const { return data_->target.threads; }
+Isa LossPlan::isa() const { return data_->target.isa; }
+std::string LossPlan::describe() const {
+  return "loss, BT = " + std::to_string(data_->BT) +
+         (data_->types.softmax_logits ? ", with softmax over V = " + std::to_string(data_->V)
+                                      : std::string()) +
+         ", " + name_of(data_->target.isa) + ", " + std::to_string(data_->target.threads) +
+         " threads\n";
+}
+
+int64_t GradientPlan::workspace_bytes() const { return data_->workspace_bytes; }
+int GradientPlan::threads() const { return data_->target.threads; }
+Isa GradientPlan::isa() const { return data_->target.isa; }
+const Shape& GradientPlan::shape() const { return data_->shape; }
+const GradientTypes& GradientPlan::types() const { return data_->types; }
+
+std::string GradientPlan::describe() const {
+  const GradientPlanData& p = *data_;
+  const auto where = [](const std::optional<GradientOutput>& output, Accumulator a) {
+    if (!output) return std::string("not wanted");
+    std::string text = name_of(output->dtype);
+    if (output->accumulate) text += ", added to what the buffer holds";
+    switch (a) {
+      case Accumulator::none:
+        return text + ", complete in one step";
+      case Accumulator::output:
+        return text + ", summed in the output itself";
+      case Accumulator::workspace:
+        return text + ", summed in fp32 in the workspace";
+    }
+    return text;
+  };
+  std::string text =
+      "gradient " + shape_text(p.shape) + ", " + name_of(p.types.operand) +
+      (p.types.mode == GradientMode::memory_saving ? ", memory-saving (softmax recomputed)\n"
+                                                   : ", high-performance (softmax given)\n");
+  text += "  " + target_text(p.target) + "\n";
+  const std::string vocab = "vocabulary in " + std::to_string(ceil_div(p.shape.V, p.vocab_chunk)) +
+                            " chunks of " + std::to_string(p.vocab_chunk);
+  const std::string tokens = "tokens in " + std::to_string(ceil_div(p.shape.BT, p.token_chunk)) +
+                             " chunks of " + std::to_string(p.token_chunk);
+  text += "  outside " + (p.vocab_outside ? vocab : tokens) + "; inside " +
+          (p.vocab_outside ? tokens : vocab) + "\n";
+  text += "  grad_input " + where(p.types.grad_input, p.grad_input_accumulator) + "\n";
+  text += "  grad_weight " + where(p.types.grad_weight, p.grad_weight_accumulator) + "\n";
+  text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +
+          std::to_string(p.workspace_bytes) + " bytes), of it accumulator " +
+          bytes_text(p.accumulator_bytes) + "\n";
+  return text;
+}
+
+}  // namespace LOGITLESS_ABI_NAMESPACE
+}  // namespace logitless

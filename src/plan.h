@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shapes + machine + options -> schedule, tiles, workspace layout. A plan is a pure function of
+// these; it knows no address and no stride.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "cpu/kernels.h"
+#include "logitless/forward.h"
+#include "logitless/gradient.h"
+#include "logitless/loss.h"
+
+namespace logitless {
+inline namespace LOGITLESS_ABI_NAMESPACE {
+
+inline constexpr int64_t kAlignment = 64;
+inline constexpr int64_t kForwardWorkspaceBytes = int64_t{16} << 20;   // default limit, H <= 8192
+inline constexpr int64_t kGradientWorkspaceBytes = int64_t{64} << 20;  // beside the accumulator
+
+inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// n rows cut into the fewest panels of at most `width`, as even as pairs of rows allow: 1024 rows
+// in panels of 14 become 68 of 14 and 6 of 12, not 73 of 14 and one of 2.
+struct Panels {
+  int64_t n;
+  int64_t count;
+  int64_t pairs;
+  Panels(int64_t rows, int width)
+      : n(rows), count(ceil_div(rows, width)), pairs(ceil_div(rows, 2)) {}
+  int64_t begin(int64_t i) const {
+    return 2 * (i * (pairs / count) + (i < pairs % count ? i : pairs % count));
+  }
+  int size(int64_t i) const {
+    const int64_t end = i + 1 == count ? n : begin(i + 1);
+    return static_cast<int>(end - begin(i));
+  }
+  // Rows the register tile computes: even, the padded one is zero; a single row stays single.
+  static int tile_rows(int size) { return size == 1 ? 1 : size + (size & 1); }
+};
+
+// Regions of a workspace, laid out one behind the other.
+class Layout {
+ public:
+  int64_t add(int64_t bytes) {
+    const int64_t offset = bytes_;
+    bytes_ += round_up(bytes, kAlignment);
+    return offset;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  int64_t bytes_ = 0;
+};
+
+struct Target {
+  Isa isa = Isa::scalar;
+  int threads = 1;
+  const cpu::Kernels* kernels = nullptr;
+  const cpu::GemmKernels* gemm = nullptr;
+  cpu::PackSource source = cpu::PackSource::f32;  // how input and weight are read
+  DType multiply = DType::f32;
+  int64_t l2_bytes = 0;
+};
+
+struct ForwardPlanData {
+  Shape shape;
+  ForwardTypes types;
+  Target target;
+  int64_t token_block = 0;     // rows whose packed input is held at a time
+  int64_t chunk_segments = 0;  // segments of weight packed at a time
+  int group = 0;               // token panels that share one walk over a segment
+  // Workspace offsets in bytes.
+  int64_t input_panels = 0, weight_panels = 0, tiles = 0, tiles_stride = 0;
+  int64_t partial_max = 0, partial_sum = 0;         // [chunk_segments][token_block]
+  int64_t row_index = 0, local_target = 0;          // [token_block] i64
+  int64_t run_max = 0, run_sum = 0, predicted = 0;  // [token_block] f32
+  int64_t workspace_bytes = 0;
+};
+
+// Where a gradient's partial sums live between the steps of k.
+enum class Accumulator : uint8_t {
+  none = 0,       // one step completes it
+  output = 1,     // the fp32 output itself
+  workspace = 2,  // fp32 tiles in the workspace
+};
+
+struct GradientPlanData {
+  Shape shape;
+  GradientTypes types;
+  Target target;
+  // The outer loop; the inner loop runs over the other dimension. Vocabulary outside completes
+  // rows of grad_weight as it goes, tokens outside rows of grad_input.
+  bool vocab_outside = true;
+  int64_t token_chunk = 0;  // even
+  int64_t vocab_chunk = 0;  // a multiple of nr
+  Accumulator grad_input_accumulator = Accumulator::none;
+  Accumulator grad_weight_accumulator = Accumulator::none;
+  int64_t accumulator_bytes = 0;  // of the one summed over the outer loop
+  // Workspace offsets in bytes.
+  int64_t input_rows = 0;   // A panels: tokens x H, for logits
+  int64_t input_cols = 0;   // A panels: H x tokens, for grad_weight
+  int64_t weight_rows = 0;  // B panels: vocabulary x H, for logits
+  int64_t weight_cols = 0;  // B panels: H x vocabulary, for grad_input
+  int64_t grad_rows = 0;    // A panels: tokens x vocabulary, for grad_input
+  int64_t grad_cols = 0;    // B panels: vocabulary x tokens, for grad_weight
+  int64_t grad_input_tiles = 0, grad_weight_tiles = 0;
+  int64_t row_index = 0, row_params = 0;  // [token_chunk]
+  int64_t scratch = 0, scratch_stride = 0;
+  int64_t workspace_bytes = 0;
+};
+
+struct MergePlanData {
+  int64_t BT = 0;
+  int64_t shards = 0;
+  int threads = 1;
+  const cpu::Kernels* kernels = nullptr;
+};
+
+struct LossPlanData {
+  int64_t BT = 0;
+  int64_t V = 0;
+  LossTypes types;
+  Target target;
+};
+
+}  // namespace LOGITLESS_ABI_NAMESPACE
+}  // namespace logitless
