@@ -18,7 +18,6 @@
 
 #include "check.h"
 #include "cpu/constants.h"
-#include "merge_statistics.h"
 #include "plan.h"
 #include "team.h"
 #include "views.h"
@@ -228,15 +227,10 @@ class Forward {
     float* max = region<float>(p_.run_max);
     float* sum = region<float>(p_.run_sum);
     const Range mine = team.part(rows);
-    for (int64_t r = mine.begin; r < mine.end; ++r) {
-      RowStatistics state{max[r], sum[r]};
-      for (int64_t s = 0; s < segments; ++s) {
-        state = merge_statistics(k_, state,
-                                 {region<float>(p_.partial_max)[s * p_.token_block + r],
-                                  region<float>(p_.partial_sum)[s * p_.token_block + r]});
-      }
-      max[r] = state.max;
-      sum[r] = state.sum;
+    for (int64_t s = 0; s < segments; ++s) {
+      const int64_t part = s * p_.token_block + mine.begin;
+      k_.merge_rows(max + mine.begin, sum + mine.begin, region<float>(p_.partial_max) + part,
+                    region<float>(p_.partial_sum) + part, mine.size());
     }
   }
 

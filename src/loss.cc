@@ -6,7 +6,6 @@
 #include <limits>
 
 #include "check.h"
-#include "merge_statistics.h"
 #include "plan.h"
 #include "team.h"
 #include "views.h"
@@ -21,22 +20,24 @@ constexpr int64_t kRowsPerThread = 4096;  // fewer rows are not worth waking a t
 // One row of every shard is read before the row is written, so an output may be an input's view.
 void merge_row(const MergePlanData& plan, std::span<const ShardStatistics> shards,
                const MergeOutputs& out, int64_t b) {
-  RowStatistics state;
+  float max = -kInf;
+  float sum = 0.0f;
   for (const ShardStatistics& s : shards) {
-    state = merge_statistics(*plan.kernels, state,
-                             {f32_at(s.logits_max, b), f32_at(s.sum_exp_logits, b)});
+    const float shard_max = f32_at(s.logits_max, b);
+    const float shard_sum = f32_at(s.sum_exp_logits, b);
+    plan.kernels->merge_rows(&max, &sum, &shard_max, &shard_sum, 1);
   }
   float predicted = 0.0f;
   for (const ShardStatistics& s : shards) {
     if (mask_at(s.target_mask, b)) continue;
     const float local = f32_at(s.logits_max, b);
     // A shard of -inf logits owns the target: with any finite logit elsewhere p is 0.
-    const float shift = local == state.max ? 0.0f : local - state.max;
+    const float shift = local == max ? 0.0f : local - max;
     predicted = f32_at(s.predicted_logits, b) + shift;
     break;
   }
-  set_f32(out.logits_max, b, state.max);
-  set_f32(out.sum_exp_logits, b, state.sum);
+  set_f32(out.logits_max, b, max);
+  set_f32(out.sum_exp_logits, b, sum);
   set_f32(out.predicted_logits, b, predicted);
 }
 

@@ -86,7 +86,10 @@ template <class G>
   G::opaque(b);
   typename G::F acc[kChains];
 #pragma GCC unroll 32
-  for (int i = 0; i < kChains; ++i) acc[i] = G::zero();
+  for (int i = 0; i < kChains; ++i) {
+    acc[i] = G::zero();
+    G::keep(acc[i]);  // else equal chains become one
+  }
   for (int64_t n = 0; n < iterations; ++n) {
 #pragma GCC unroll 32
     for (int i = 0; i < kChains; ++i) acc[i] = G::mac(acc[i], a, b);

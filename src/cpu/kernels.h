@@ -79,6 +79,12 @@ struct Kernels {
   // Error of the sum: (panels * nr / lanes + log2(lanes) + 4) * 2^-24 relative, first order.
   void (*segment_stats)(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
                         float* max, float* sum);
+  // Merges part b of count rows into part a, in place: the one merge, of segments and of shards.
+  //   max = max(a, b); sum = sum_a exp(max_a - max) + sum_b exp(max_b - max)
+  // (-inf) - (-inf) is never formed: a part that has seen nothing is (-inf, 0) and adds nothing. A
+  // NaN makes max and sum NaN. Error of one merge: 4 * 2^-24 relative; merging with an empty part
+  // is exact.
+  void (*merge_rows)(float* max, float* sum, const float* max_b, const float* sum_b, int64_t count);
   // In place: count values rounded to `to` (f16 or bf16; f32 leaves them).
   void (*round_values)(float* values, int64_t count, DType to);
   // In place: tile [count][nr] of logits (or softmax) becomes grad_logits; v0 is the vocabulary

@@ -52,6 +52,41 @@ void segment_stats(const float* tiles, int64_t tile_stride, int panels, int nr, 
 }
 
 template <class V>
+void merge_rows(float* max, float* sum, const float* max_b, const float* sum_b, int64_t count) {
+  using F = typename V::F;
+  const auto merge = [](F& m, F& s, F mb, F sb) {
+    const F both = V::max_keep_nan(m, mb);
+    // Two parts of -inf meet at the least finite number: exp(-inf) = 0 on both sides.
+    const F base = V::max(both, V::set1(-std::numeric_limits<float>::max()));
+    s = V::add(V::mul(s, exp_vector<V>(V::sub(m, base))),
+               V::mul(sb, exp_vector<V>(V::sub(mb, base))));
+    m = both;
+  };
+  int64_t i = 0;
+  for (; i + V::kLanes <= count; i += V::kLanes) {
+    F m = V::load(max + i);
+    F s = V::load(sum + i);
+    merge(m, s, V::load(max_b + i), V::load(sum_b + i));
+    V::store(max + i, m);
+    V::store(sum + i, s);
+  }
+  if (i == count) return;
+  const int rest = static_cast<int>(count - i);
+  alignas(64) float lanes[4][V::kLanes] = {};
+  for (int j = 0; j < rest; ++j) {
+    lanes[0][j] = max[i + j];
+    lanes[1][j] = sum[i + j];
+    lanes[2][j] = max_b[i + j];
+    lanes[3][j] = sum_b[i + j];
+  }
+  F m = V::load(lanes[0]);
+  F s = V::load(lanes[1]);
+  merge(m, s, V::load(lanes[2]), V::load(lanes[3]));
+  V::store_first(max + i, m, rest);
+  V::store_first(sum + i, s, rest);
+}
+
+template <class V>
 void round_values(float* values, int64_t count, logitless::DType to) {
   if (to == logitless::DType::f32) return;
   const bool bf16 = to == logitless::DType::bf16;

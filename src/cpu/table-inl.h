@@ -30,6 +30,7 @@ constexpr logitless::cpu::Kernels table(logitless::Isa isa, const logitless::cpu
       .f32 = f32,
       .bf16_dot = bf16_dot,
       .segment_stats = &segment_stats<V>,
+      .merge_rows = &merge_rows<V>,
       .round_values = &round_values<V>,
       .grad_tile = &grad_tile<V>,
       .softmax = &softmax_values<V>,

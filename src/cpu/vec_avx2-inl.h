@@ -28,6 +28,9 @@ struct Avx2Vec {
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F max_keep_nan(F a, F b) {
+    return _mm256_blendv_ps(max(a, b), add(a, b), _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
+  }
   static float reduce_max(F a) {
     __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));

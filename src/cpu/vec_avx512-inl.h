@@ -26,6 +26,9 @@ struct Avx512Vec {
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F max_keep_nan(F a, F b) {
+    return _mm512_mask_add_ps(max(a, b), _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q), a, b);
+  }
   static float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
   // Written out: the order of the sum is part of the result.
   static float reduce_add(F a) {

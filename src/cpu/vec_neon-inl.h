@@ -28,6 +28,7 @@ struct NeonVec {
   static F mul(F a, F b) { return vmulq_f32(a, b); }
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
   static F max(F a, F b) { return vmaxnmq_f32(a, b); }
+  static F max_keep_nan(F a, F b) { return vmaxq_f32(a, b); }
   static float reduce_max(F a) { return vmaxnmvq_f32(a); }
   // Written out: the order of the sum is part of the result.
   static float reduce_add(F a) {

@@ -23,6 +23,7 @@ struct ScalarVec {
   static F mul(F a, F b) { return a * b; }
   static F fma(F a, F b, F c) { return a * b + c; }
   static F max(F a, F b) { return a > b ? a : b; }
+  static F max_keep_nan(F a, F b) { return a != a || b != b ? a + b : max(a, b); }
   static float reduce_max(F a) { return a; }
   static float reduce_add(F a) { return a; }
   static F clamp_keep_nan(F x, float lo, float hi) { return x < lo ? lo : (x > hi ? hi : x); }
