@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/commands.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "cli/failure.h"
+#include "cli/table.h"
+#include "cli/units.h"
+
+namespace logitless::cli {
+
+RunSettings CommonOptions::settings() const {
+  RunSettings settings;
+  settings.threads = threads;
+  if (!workspace_limit.empty()) settings.workspace_limit_bytes = take(parse_bytes(workspace_limit));
+  return settings;
+}
+
+Case CaseArguments::load() const {
+  CaseOptions options;
+  options.tokens = tokens;
+  options.weight_name = weight_name;
+  options.ignore_index = ignore_index;
+  if (!dtype.empty()) options.dtype = take(parse_operand_dtype(dtype));
+  return take(load_case(paths, options));
+}
+
+void add_common_options(CLI::App& sub, CommonOptions& common) {
+  sub.add_flag("--json", common.json, "Print one JSON document instead of text");
+  sub.add_option("--threads", common.threads,
+                 "Threads; default: OMP_NUM_THREADS or the CPUs this process may use")
+      ->check(CLI::PositiveNumber)
+      ->type_name("N");
+  sub.add_option("--workspace-limit", common.workspace_limit,
+                 "At most this much workspace per operator, for example 64MiB")
+      ->type_name("SIZE");
+}
+
+void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required) {
+  CLI::Option* paths = sub.add_option(
+      "case", arguments.paths,
+      "One or more safetensors files that together hold input [BT, H], weight [V, H], target [BT] "
+      "and, if wanted, grad [BT] and grad_logsumexp [BT]");
+  paths->type_name("CASE")->expected(-1);
+  if (required) paths->required();
+  sub.add_option("--tokens", arguments.tokens, "Only the first N tokens of the case")
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("N");
+  sub.add_option("--dtype", arguments.dtype, "Convert input and weight to f32, f16 or bf16")
+      ->type_name("TYPE");
+  sub.add_option("--weight-name", arguments.weight_name,
+                 "Name of weight in its file, for example lm_head.weight")
+      ->type_name("NAME")
+      ->capture_default_str();
+  sub.add_option("--ignore-index", arguments.ignore_index,
+                 "Tokens whose target is this id do not count, for example -100")
+      ->type_name("ID");
+}
+
+std::string example(const std::string& lines) { return "Example:\n" + lines; }
+
+LogitsRounding parse_rounding(const std::string& text) {
+  if (text == "none") return LogitsRounding::none;
+  if (text == "operand") return LogitsRounding::operand;
+  fail(fmt::format("--logits-rounding is '{}', must be none or operand", printable(text)));
+}
+
+const char* name_of(LogitsRounding rounding) {
+  switch (rounding) {
+    case LogitsRounding::none:
+      return "none";
+    case LogitsRounding::operand:
+      return "operand";
+    case LogitsRounding::infer:
+      return "infer";
+  }
+  return "?";
+}
+
+void print_json(const ordered_json& document) {
+  fmt::print("{}\n", document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+ordered_json to_json(const Shape& shape) {
+  return {{"BT", shape.BT}, {"V", shape.V}, {"H", shape.H}};
+}
+
+ordered_json to_json(const Judgements& judgements) {
+  ordered_json list = ordered_json::array();
+  for (const Judgement& j : judgements) {
+    ordered_json entry = {{"stage", j.stage},      {"output", j.output}, {"observed", j.observed},
+                          {"allowed", j.allowed},  {"ratio", j.ratio},   {"fine", j.fine()},
+                          {"elements", j.elements}};
+    ordered_json worst = {{"got", j.got}, {"expected", j.expected}};
+    if (j.row >= 0) worst["row"] = j.row;
+    if (j.col >= 0) worst["column"] = j.col;
+    entry["worst"] = std::move(worst);
+    list.push_back(std::move(entry));
+  }
+  return list;
+}
+
+void print_judgements(const Judgements& judgements) {
+  Table table({{"stage", Align::left},
+               {"output", Align::left},
+               {"elements", Align::right},
+               {"observed", Align::right},
+               {"allowed", Align::right},
+               {"margin", Align::right},
+               {"", Align::left}});
+  for (const Judgement& j : judgements) {
+    const bool comparable = j.allowed > 0 && j.observed > 0 && std::isfinite(j.observed);
+    table.row({j.stage, j.output, format_count(j.elements), format_error(j.observed),
+               j.exact ? "exact" : format_error(j.allowed),
+               comparable ? fmt::format("{:.2f} x", 1 / j.ratio) : "",
+               j.fine() ? marks().good : marks().bad});
+  }
+  fmt::print("{}", table.str());
+  for (const Judgement& j : judgements) {
+    if (!j.fine()) fmt::print("{} {}: {}\n", marks().bad, j.stage, describe_worst(j));
+  }
+}
+
+}  // namespace logitless::cli

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/case.h"
+#include "cli/judge.h"
+#include "cli/operators.h"
+
+namespace logitless::cli {
+
+using nlohmann::ordered_json;
+
+// What every command takes.
+struct CommonOptions {
+  bool json = false;
+  int threads = 0;
+  std::string workspace_limit;
+
+  // Fails on a bad limit.
+  RunSettings settings() const;
+};
+
+// How a case is named on the command line.
+struct CaseArguments {
+  std::vector<std::string> paths;
+  std::optional<int64_t> tokens;
+  std::string dtype;
+  std::string weight_name = "weight";
+  std::optional<int64_t> ignore_index;
+
+  Case load() const;  // fails with the reader's sentence
+};
+
+// What a parsed command line wants done; the result is the exit code.
+using Command = std::function<int()>;
+
+// Each adds its subcommand, which sets `command` when chosen.
+void add_info(CLI::App& app, Command& command);
+void add_make(CLI::App& app, Command& command);
+void add_forward_loss_gradient(CLI::App& app, Command& command);
+void add_verify(CLI::App& app, Command& command);
+void add_compare(CLI::App& app, Command& command);
+void add_bench(CLI::App& app, Command& command);
+void add_plan(CLI::App& app, Command& command);
+
+// Shared by them.
+void add_common_options(CLI::App& sub, CommonOptions& common);
+void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required = true);
+std::string example(const std::string& lines);  // the footer of --help
+LogitsRounding parse_rounding(const std::string& text);
+const char* name_of(LogitsRounding rounding);
+void print_json(const ordered_json& document);
+ordered_json to_json(const Shape& shape);
+ordered_json to_json(const Judgements& judgements);
+// Table of observed and allowed errors, and a sentence for each output that is beyond.
+void print_judgements(const Judgements& judgements);
+
+}  // namespace logitless::cli

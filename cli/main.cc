@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <new>
+#include <string>
+
+#include "cli/commands.h"
+#include "cli/failure.h"
+#include "logitless/version.h"
+
+namespace {
+
+// CLI11's own messages span lines; ours is one sentence.
+std::string one_line(std::string text) {
+  std::ranges::replace(text, '\n', ' ');
+  text.erase(text.find_last_not_of(' ') + 1);
+  return text;
+}
+
+int complain(int code, const std::string& message) {
+  fmt::print(stderr, "logitless: {}\n", message);
+  return code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  using namespace logitless::cli;
+  Command command;
+  CLI::App app(
+      "Cross-entropy over a huge vocabulary without building the logits: run, verify, compare and "
+      "measure the fused operators.",
+      "logitless");
+  app.set_version_flag("--version", "logitless " LOGITLESS_VERSION);
+  app.require_subcommand(1);
+  app.footer(
+      "Exit code: 0 fine, 1 a verification failed, 2 bad usage or input, 130 interrupted.\n" +
+      example("  logitless make case.safetensors --tokens 1024 --vocab 32000 --hidden 1024\n"
+              "  logitless verify case.safetensors"));
+  add_info(app, command);
+  add_make(app, command);
+  add_forward_loss_gradient(app, command);
+  add_verify(app, command);
+  add_compare(app, command);
+  add_bench(app, command);
+  add_plan(app, command);
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& asked) {  // --help, --version
+    return app.exit(asked);
+  } catch (const CLI::ParseError& error) {
+    return complain(kExitBadInput, one_line(error.what()) + " (see logitless --help)");
+  }
+  try {
+    const int code = command();
+    if (std::fflush(stdout) != 0) return complain(kExitBadInput, "stdout cannot be written");
+    return code;
+  } catch (const Failure& failure) {
+    return complain(failure.exit_code, failure.message);
+  } catch (const std::bad_alloc&) {
+    return complain(kExitBadInput, "there is not enough memory for this case");
+  }
+}
