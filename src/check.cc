@@ -231,7 +231,9 @@ Result<void> check_types(const GradientTypes& types) {
 
 Result<void> check(const ForwardPlanData& plan, const ForwardOperands& in,
                    const ForwardOutputs& out, std::span<std::byte> workspace) {
-  const auto [BT, V, H] = plan.shape;
+  const int64_t BT = plan.shape.BT;
+  const int64_t V = plan.shape.V;
+  const int64_t H = plan.shape.H;
   const ForwardTypes& types = plan.types;
   const auto rules = first_error(
       [&] {
@@ -364,7 +366,9 @@ Result<void> check(const LossPlanData& plan, const LossOperands& in, const LossO
 
 Result<void> check(const GradientPlanData& plan, const GradientOperands& in,
                    const GradientOutputs& out, std::span<std::byte> workspace) {
-  const auto [BT, V, H] = plan.shape;
+  const int64_t BT = plan.shape.BT;
+  const int64_t V = plan.shape.V;
+  const int64_t H = plan.shape.H;
   const GradientTypes& types = plan.types;
   const bool given = types.mode == GradientMode::high_performance;
   if (given && !in.softmax) return invalid("softmax: absent, high-performance mode needs it");

@@ -165,7 +165,9 @@ Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
 
 int64_t lay_out(GradientPlanData& p) {
   const cpu::GemmKernels& g = *p.target.gemm;
-  const auto [BT, V, H] = p.shape;
+  const int64_t BT = p.shape.BT;
+  const int64_t V = p.shape.V;
+  const int64_t H = p.shape.H;
   const bool recompute = p.types.mode == GradientMode::memory_saving;
   const bool want_input = p.types.grad_input.has_value();
   const bool want_weight = p.types.grad_weight.has_value();
@@ -259,7 +261,9 @@ std::vector<int64_t> chunk_sizes(int64_t n, int64_t unit, std::initializer_list<
 
 Result<void> choose_schedule(GradientPlanData& p, const PlanOptions& options) {
   const cpu::GemmKernels& g = *p.target.gemm;
-  const auto [BT, V, H] = p.shape;
+  const int64_t BT = p.shape.BT;
+  const int64_t V = p.shape.V;
+  const int64_t H = p.shape.H;
   // More than about 2,000 columns or 16,384 tokens at a time bring nothing that the model sees.
   const auto vocab_sizes =
       chunk_sizes(V, g.nr, {2240, 1792, 1344, 896, 672, 448, 320, 224, 160, 96, 64, 32, 16, 8});

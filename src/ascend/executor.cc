@@ -70,8 +70,8 @@ std::string with_parameter_names(std::string message) {
   return message;
 }
 
-Status phase_2(const char* function, void* workspace, uint64_t workspaceSize,
-               aclOpExecutor* handle, aclrtStream stream_handle) {
+Status phase_2(const char* function, void* workspace, uint64_t workspaceSize, aclOpExecutor* handle,
+               aclrtStream stream_handle) {
   if (handle == nullptr) return failure(ACLNN_ERR_PARAM_NULLPTR, "executor: is null");
   std::shared_ptr<Executor> executor;
   std::vector<void*> views;
@@ -88,8 +88,8 @@ Status phase_2(const char* function, void* workspace, uint64_t workspaceSize,
     return failure(ACLNN_ERR_PARAM_INVALID, "executor: is one of ", executor->function);
   }
   if (workspaceSize > 0 && workspace == nullptr) {
-    return failure(ACLNN_ERR_PARAM_NULLPTR, "workspace: is null with workspaceSize = ",
-                   workspaceSize);
+    return failure(ACLNN_ERR_PARAM_NULLPTR,
+                   "workspace: is null with workspaceSize = ", workspaceSize);
   }
   if (workspaceSize < executor->workspace_bytes) {
     return failure(ACLNN_ERR_PARAM_INVALID, "workspaceSize: is ", workspaceSize,
@@ -106,12 +106,13 @@ Status phase_2(const char* function, void* workspace, uint64_t workspaceSize,
   std::span<std::byte> aligned;
   if (executor->workspace_bytes > 0) {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(workspace);
-    const uintptr_t skip = (kWorkspaceAlignment - begin % kWorkspaceAlignment) % kWorkspaceAlignment;
+    const uintptr_t skip =
+        (kWorkspaceAlignment - begin % kWorkspaceAlignment) % kWorkspaceAlignment;
     aligned = {static_cast<std::byte*>(workspace) + skip,
                static_cast<size_t>(executor->workspace_bytes - (kWorkspaceAlignment - 1))};
   }
-  const Status queued = stream->enqueue(
-      {[function, work = executor->bind(views, aligned)](Stream& self) -> Status {
+  const Status queued =
+      stream->enqueue({[function, work = executor->bind(views, aligned)](Stream& self) -> Status {
         const Result<void> result = work(&self.cancel());
         if (result) return {};
         return failure(ACL_ERROR_RT_AICORE_EXCEPTION, function, ": ",
@@ -176,8 +177,8 @@ Status publish(std::shared_ptr<Executor> executor, int64_t plan_workspace_bytes,
 
 aclnnStatus run_phase_2(const char* function, void* workspace, uint64_t workspaceSize,
                         aclOpExecutor* executor, aclrtStream stream) noexcept {
-  return aclnn_call(
-      function, [&] { return phase_2(function, workspace, workspaceSize, executor, stream); });
+  return aclnn_call(function,
+                    [&] { return phase_2(function, workspace, workspaceSize, executor, stream); });
 }
 
 }  // namespace logitless::ascend

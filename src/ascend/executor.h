@@ -33,7 +33,8 @@ struct Executor {
   const char* function = nullptr;  // the phase 2 that may run it
   uint64_t workspace_bytes = 0;    // what phase 1 asked for, alignment included
   std::vector<Operand> operands;
-  // Where the operands' views begin now, in their order -> what to run; no function: nothing to run.
+  // Where the operands' views begin now, in their order -> what to run; no function: nothing to
+  // run.
   std::function<Work(std::span<void* const> views, std::span<std::byte> workspace)> bind;
   bool repeatable = false;  // read and written with the registry locked
 };

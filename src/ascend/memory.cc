@@ -27,8 +27,8 @@ void* Allocations::allocate(size_t bytes, MemoryKind kind, bool huge) {
   // impossible is an error under every allocator.
   const size_t slack = huge ? kHugePage : 0;
   if (bytes > std::numeric_limits<size_t>::max() - slack) return nullptr;
-  void* const mapped = mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const mapped =
+      mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
   char* begin = static_cast<char*>(mapped);
   if (huge) {
@@ -76,8 +76,8 @@ namespace {
 Status allocate_device(void** out, size_t size, aclrtMemMallocPolicy policy, size_t extra) {
   if (out == nullptr) return failure(ACL_ERROR_INVALID_PARAM, "devPtr: is null");
   if (size == 0) return failure(ACL_ERROR_INVALID_PARAM, "size: is 0, must be at least 1");
-  constexpr uint32_t kModifiers =
-      ACL_MEM_TYPE_LOW_BAND_WIDTH | ACL_MEM_TYPE_HIGH_BAND_WIDTH | ACL_MEM_ACCESS_USER_SPACE_READONLY;
+  constexpr uint32_t kModifiers = ACL_MEM_TYPE_LOW_BAND_WIDTH | ACL_MEM_TYPE_HIGH_BAND_WIDTH |
+                                  ACL_MEM_ACCESS_USER_SPACE_READONLY;
   const uint32_t base = static_cast<uint32_t>(policy) & ~kModifiers;
   if (base > ACL_MEM_MALLOC_HUGE1G_ONLY_P2P) {
     return failure(ACL_ERROR_INVALID_PARAM, "policy: is ", static_cast<uint32_t>(policy),
@@ -87,7 +87,8 @@ Status allocate_device(void** out, size_t size, aclrtMemMallocPolicy policy, siz
   constexpr size_t kPage = size_t{2} << 20;
   void* memory = nullptr;
   if (size <= std::numeric_limits<size_t>::max() - extra - kPage) {
-    const bool normal = base == ACL_MEM_MALLOC_NORMAL_ONLY || base == ACL_MEM_MALLOC_NORMAL_ONLY_P2P;
+    const bool normal =
+        base == ACL_MEM_MALLOC_NORMAL_ONLY || base == ACL_MEM_MALLOC_NORMAL_ONLY_P2P;
     // Huge pages for small blocks would cost 2 MiB of real memory each.
     const bool huge = !normal && size >= kPage;
     memory = Allocations::instance().allocate((size + extra + kPage - 1) / kPage * kPage,
@@ -130,8 +131,8 @@ Status check_copy(const void* dst, size_t destMax, const void* src, size_t count
                   aclrtMemcpyKind kind) {
   if (Status status = check_pointers(dst, src, kind); !status.ok()) return status;
   if (count > destMax) {
-    return failure(ACL_ERROR_RT_PARAM_INVALID, "count: is ", count, ", must be at most destMax = ",
-                   destMax);
+    return failure(ACL_ERROR_RT_PARAM_INVALID, "count: is ", count,
+                   ", must be at most destMax = ", destMax);
   }
   return {};
 }
@@ -267,8 +268,8 @@ aclError aclrtMallocWithCfg(void** devPtr, size_t size, aclrtMemMallocPolicy pol
 }
 
 aclError aclrtFree(void* devPtr) {
-  return runtime_call(
-      __func__, [&] { return release(devPtr, "devPtr", MemoryKind::device, "aclrtMalloc"); });
+  return runtime_call(__func__,
+                      [&] { return release(devPtr, "devPtr", MemoryKind::device, "aclrtMalloc"); });
 }
 
 aclError aclrtMallocHost(void** hostPtr, size_t size) {
@@ -311,11 +312,10 @@ aclError aclrtMemcpyAsync(void* dst, size_t destMax, const void* src, size_t cou
   return runtime_call(__func__, [&]() -> Status {
     if (count == 0) return {};
     if (Status status = check_copy(dst, destMax, src, count, kind); !status.ok()) return status;
-    return enqueue_copy(stream, must_be_over_on_return(dst, src, kind),
-                        [=](Stream&) -> Status {
-                          std::memmove(dst, src, count);
-                          return {};
-                        });
+    return enqueue_copy(stream, must_be_over_on_return(dst, src, kind), [=](Stream&) -> Status {
+      std::memmove(dst, src, count);
+      return {};
+    });
   });
 }
 

@@ -180,8 +180,9 @@ Status current_context(std::shared_ptr<Context>* context, void** handle) {
   std::shared_ptr<Context> found;
   if (chosen_context != nullptr) found = Registry::instance().find<Context>(chosen_context);
   if (!found) {
-    return failure(ACL_ERROR_RT_CONTEXT_NULL,
-                   "this thread has no device, call aclrtSetDevice or aclrtSetCurrentContext first");
+    return failure(
+        ACL_ERROR_RT_CONTEXT_NULL,
+        "this thread has no device, call aclrtSetDevice or aclrtSetCurrentContext first");
   }
   if (handle != nullptr) *handle = chosen_context;
   if (context != nullptr) *context = std::move(found);

@@ -10,8 +10,8 @@
 namespace logitless::ascend {
 namespace {
 
-// Plain arrays, so that no destructor runs at the end of a thread: a client's static destructors may
-// still call us then. Longer messages are cut.
+// Plain arrays, so that no destructor runs at the end of a thread: a client's static destructors
+// may still call us then. Longer messages are cut.
 struct Messages {
   char pending[2048];
   char taken[2048];

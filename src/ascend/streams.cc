@@ -121,7 +121,8 @@ Status synchronize_event(aclrtEvent handle, int32_t timeout) {
   return {};
 }
 
-// ---- callbacks that run on a thread of the client's -----------------------------------------------
+// ---- callbacks that run on a thread of the client's
+// -----------------------------------------------
 
 struct Report {
   aclrtCallback callback;
@@ -146,7 +147,8 @@ struct Subscriptions {
     return *subscriptions;
   }
 
-  // With the mutex held. Callbacks not yet run are dropped, and the stream no longer waits for them.
+  // With the mutex held. Callbacks not yet run are dropped, and the stream no longer waits for
+  // them.
   void end(uint64_t stream_id) {
     const auto subscription = thread_of_stream.find(stream_id);
     if (subscription == thread_of_stream.end()) return;
@@ -181,7 +183,8 @@ Status launch_callback(aclrtCallback callback, void* user_data, bool block, aclr
       const std::lock_guard<std::mutex> lock(subscribed.mutex);
       const auto thread = subscribed.thread_of_stream.find(stream_id);
       if (thread == subscribed.thread_of_stream.end()) return {};
-      subscribed.by_thread[thread->second].reports.push_back({callback, user_data, over, stream_id});
+      subscribed.by_thread[thread->second].reports.push_back(
+          {callback, user_data, over, stream_id});
     }
     subscribed.changed.notify_all();
     if (over) self.wait(over);

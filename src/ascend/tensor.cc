@@ -110,8 +110,8 @@ Status check_dims(const char* name, const int64_t* dims, uint64_t count) {
     return failure(ACLNN_ERR_PARAM_NULLPTR, name, ": is null with ", count, " dimensions");
   }
   if (count > kMaxRank) {
-    return failure(ACLNN_ERR_PARAM_INVALID, name, ": ", count,
-                   " dimensions, must be at most ", kMaxRank);
+    return failure(ACLNN_ERR_PARAM_INVALID, name, ": ", count, " dimensions, must be at most ",
+                   kMaxRank);
   }
   return {};
 }
