@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensors, scalars, arrays and lists: what they remember, who owns what.
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include "aclnn/aclnn_base.h"
+#include "support.h"
+
+namespace ascend_test {
+namespace {
+
+constexpr aclnnStatus kNull = 161001;
+
+using Getter = aclnnStatus (*)(const aclTensor*, std::int64_t**, std::uint64_t*);
+
+std::vector<std::int64_t> dims_from(Getter get, const aclTensor* tensor) {
+  std::int64_t* dims = nullptr;
+  std::uint64_t count = 0;
+  EXPECT_EQ(get(tensor, &dims, &count), 0);
+  std::vector<std::int64_t> result(dims, dims + count);
+  delete[] dims;  // as every client does
+  return result;
+}
+
+using Dims = std::vector<std::int64_t>;
+
+TEST(Tensor, RemembersWhatItWasMadeOf) {
+  std::int64_t view[] = {3, 4}, strides[] = {10, 2}, storage[] = {64};
+  float data[64] = {};
+  aclTensor* tensor =
+      aclCreateTensor(view, 2, ACL_FLOAT, strides, 5, ACL_FORMAT_NCHW, storage, 1, data);
+  ASSERT_NE(tensor, nullptr);
+  view[0] = strides[0] = storage[0] = -1;  // arrays were copied
+  EXPECT_EQ(dims_from(aclGetViewShape, tensor), (Dims{3, 4}));
+  EXPECT_EQ(dims_from(aclGetViewStrides, tensor), (Dims{10, 2}));
+  EXPECT_EQ(dims_from(aclGetStorageShape, tensor), (Dims{64}));
+  std::int64_t offset = 0;
+  EXPECT_EQ(aclGetViewOffset(tensor, &offset), 0);
+  EXPECT_EQ(offset, 5);
+  aclFormat format = ACL_FORMAT_UNDEFINED;
+  EXPECT_EQ(aclGetFormat(tensor, &format), 0);
+  EXPECT_EQ(format, ACL_FORMAT_NCHW);
+  aclDataType type = ACL_DT_UNDEFINED;
+  EXPECT_EQ(aclGetDataType(tensor, &type), 0);
+  EXPECT_EQ(type, ACL_FLOAT);
+  void* address = nullptr;
+  EXPECT_EQ(aclGetRawTensorAddr(tensor, &address), 0);
+  EXPECT_EQ(address, data);
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
+}
+
+TEST(Tensor, WithoutStridesIsContiguous) {
+  const std::int64_t view[] = {2, 3, 5};
+  aclTensor* tensor =
+      aclCreateTensor(view, 3, ACL_FLOAT16, nullptr, 0, ACL_FORMAT_ND, view, 3, nullptr);
+  EXPECT_EQ(dims_from(aclGetViewStrides, tensor), (Dims{15, 5, 1}));
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
+}
+
+TEST(Tensor, MayHaveNoDimension) {
+  aclTensor* tensor =
+      aclCreateTensor(nullptr, 0, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, nullptr, 0, nullptr);
+  ASSERT_NE(tensor, nullptr);
+  EXPECT_EQ(dims_from(aclGetViewShape, tensor), Dims{});
+  EXPECT_EQ(dims_from(aclGetViewStrides, tensor), Dims{});
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
+}
+
+TEST(Tensor, WithoutItsDimensionsIsNotMade) {
+  const std::int64_t dims[] = {2};
+  EXPECT_EQ(aclCreateTensor(nullptr, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, nullptr),
+            nullptr);
+  EXPECT_EQ(aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, nullptr, 1, nullptr),
+            nullptr);
+}
+
+TEST(Tensor, IsNotCheckedWhenMade) {
+  const std::int64_t odd[] = {-3, 7};
+  aclTensor* tensor = aclCreateTensor(odd, 2, static_cast<aclDataType>(999), nullptr, -9,
+                                      static_cast<aclFormat>(77), odd, 2, nullptr);
+  EXPECT_NE(tensor, nullptr);
+  EXPECT_EQ(dims_from(aclGetViewShape, tensor), (Dims{-3, 7}));
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
+}
+
+TEST(Tensor, DestroyingNullSucceedsAndDestroyingTwiceDoesNot) {
+  EXPECT_EQ(aclDestroyTensor(nullptr), 0);
+  EXPECT_EQ(aclDestroyScalar(nullptr), 0);
+  EXPECT_EQ(aclDestroyIntArray(nullptr), 0);
+  EXPECT_EQ(aclDestroyFloatArray(nullptr), 0);
+  EXPECT_EQ(aclDestroyBoolArray(nullptr), 0);
+  EXPECT_EQ(aclDestroyTensorList(nullptr), 0);
+  EXPECT_EQ(aclDestroyScalarList(nullptr), 0);
+  const std::int64_t dims[] = {2};
+  aclTensor* tensor =
+      aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, nullptr);
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
+  EXPECT_NE(aclDestroyTensor(tensor), 0);
+}
+
+TEST(Tensor, GettersWantEveryArgument) {
+  const std::int64_t dims[] = {2};
+  aclTensor* tensor =
+      aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, nullptr);
+  std::int64_t* out = nullptr;
+  std::uint64_t count = 0;
+  for (Getter get : {aclGetViewShape, aclGetStorageShape, aclGetViewStrides}) {
+    EXPECT_EQ(get(nullptr, &out, &count), kNull);
+    EXPECT_EQ(get(tensor, nullptr, &count), kNull);
+    EXPECT_EQ(get(tensor, &out, nullptr), kNull);
+  }
+  std::int64_t offset = 0;
+  aclFormat format = ACL_FORMAT_ND;
+  aclDataType type = ACL_FLOAT;
+  void* address = nullptr;
+  EXPECT_EQ(aclGetViewOffset(nullptr, &offset), kNull);
+  EXPECT_EQ(aclGetViewOffset(tensor, nullptr), kNull);
+  EXPECT_EQ(aclGetFormat(nullptr, &format), kNull);
+  EXPECT_EQ(aclGetFormat(tensor, nullptr), kNull);
+  EXPECT_EQ(aclGetDataType(nullptr, &type), kNull);
+  EXPECT_EQ(aclGetDataType(tensor, nullptr), kNull);
+  EXPECT_EQ(aclGetRawTensorAddr(nullptr, &address), kNull);
+  EXPECT_EQ(aclGetRawTensorAddr(tensor, nullptr), kNull);
+  EXPECT_EQ(aclSetRawTensorAddr(nullptr, address), kNull);
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
+}
+
+TEST(Tensor, ForeignAndDestroyedHandlesAreRefused) {
+  const std::int64_t dims[] = {2};
+  aclTensor* stale =
+      aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, nullptr);
+  EXPECT_EQ(aclDestroyTensor(stale), 0);
+  alignas(64) unsigned char memory[512] = {};
+  for (aclTensor* handle : {stale, reinterpret_cast<aclTensor*>(memory)}) {
+    std::int64_t* out = nullptr;
+    std::uint64_t count = 0;
+    std::int64_t offset = 0;
+    void* address = nullptr;
+    for (Getter get : {aclGetViewShape, aclGetStorageShape, aclGetViewStrides}) {
+      EXPECT_NE(get(handle, &out, &count), 0);
+      EXPECT_EQ(out, nullptr);
+    }
+    EXPECT_NE(aclGetViewOffset(handle, &offset), 0);
+    EXPECT_NE(aclGetRawTensorAddr(handle, &address), 0);
+    EXPECT_NE(aclSetRawTensorAddr(handle, memory), 0);
+    EXPECT_NE(aclDestroyTensor(handle), 0);
+    EXPECT_NE(aclInitTensor(handle, dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, memory),
+              0);
+    std::uint64_t size = 1;
+    aclOpExecutor* executor = nullptr;
+    EXPECT_NE(aclnnFusedCrossEntropyLossWithMaxSumGetWorkspaceSize(
+                  handle, handle, handle, 0, nullptr, nullptr, nullptr, handle, nullptr, &size,
+                  &executor),
+              0);
+    EXPECT_EQ(executor, nullptr);
+  }
+}
+
+TEST(Tensor, InitGivesItANewLifeInPlace) {
+  const std::int64_t dims[] = {2, 3}, strides[] = {1, 2};
+  float first[64] = {}, second[64] = {};
+  aclTensor* tensor =
+      aclCreateTensor(dims, 2, ACL_FLOAT, strides, 4, ACL_FORMAT_ND, dims, 2, first);
+  const std::int64_t other[] = {5}, storage[] = {40}, step[] = {3};
+  EXPECT_EQ(aclInitTensor(tensor, other, 1, ACL_INT32, step, 1, ACL_FORMAT_NCL, storage, 1, second),
+            0);
+  EXPECT_EQ(dims_from(aclGetViewShape, tensor), (Dims{5}));
+  EXPECT_EQ(dims_from(aclGetViewStrides, tensor), (Dims{3}));
+  EXPECT_EQ(dims_from(aclGetStorageShape, tensor), (Dims{40}));
+  aclDataType type = ACL_FLOAT;
+  EXPECT_EQ(aclGetDataType(tensor, &type), 0);
+  EXPECT_EQ(type, ACL_INT32);
+  std::int64_t offset = 0;
+  EXPECT_EQ(aclGetViewOffset(tensor, &offset), 0);
+  EXPECT_EQ(offset, 1);
+  void* address = nullptr;
+  EXPECT_EQ(aclGetRawTensorAddr(tensor, &address), 0);
+  EXPECT_EQ(address, second);
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
+}
+
+TEST(Tensor, InitKeepsWhatItIsNotGiven) {
+  const std::int64_t dims[] = {2, 3}, strides[] = {1, 2};
+  float data[64] = {};
+  aclTensor* tensor = aclCreateTensor(dims, 2, ACL_FLOAT, strides, 0, ACL_FORMAT_ND, dims, 2, data);
+  EXPECT_EQ(
+      aclInitTensor(tensor, nullptr, 0, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, nullptr, 0, nullptr),
+      0);
+  EXPECT_EQ(dims_from(aclGetViewShape, tensor), (Dims{2, 3}));
+  EXPECT_EQ(dims_from(aclGetStorageShape, tensor), (Dims{2, 3}));
+  EXPECT_EQ(dims_from(aclGetViewStrides, tensor), (Dims{3, 1})) << "no strides: contiguous";
+  void* address = nullptr;
+  EXPECT_EQ(aclGetRawTensorAddr(tensor, &address), 0);
+  EXPECT_EQ(address, data);
+  EXPECT_EQ(aclInitTensor(nullptr, dims, 2, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 2, data),
+            kNull);
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
+}
+
+TEST(Lists, KnowTheirSizesAndOwnTheirElements) {
+  const std::int64_t dims[] = {2};
+  const aclTensor* tensors[3];
+  for (const aclTensor*& t : tensors) {
+    t = aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, nullptr);
+  }
+  aclTensorList* list = aclCreateTensorList(tensors, 3);
+  std::uint64_t size = 0;
+  EXPECT_EQ(aclGetTensorListSize(list, &size), 0);
+  EXPECT_EQ(size, 3u);
+  EXPECT_EQ(aclDestroyTensorList(list), 0);
+  EXPECT_NE(aclDestroyTensor(tensors[0]), 0) << "went with its list";
+  float value = 2;
+  const aclScalar* scalars[] = {aclCreateScalar(&value, ACL_FLOAT),
+                                aclCreateScalar(&value, ACL_FLOAT)};
+  aclScalarList* scalar_list = aclCreateScalarList(scalars, 2);
+  EXPECT_EQ(aclGetScalarListSize(scalar_list, &size), 0);
+  EXPECT_EQ(size, 2u);
+  EXPECT_EQ(aclDestroyScalarList(scalar_list), 0);
+}
+
+TEST(Arrays, KnowTheirSizes) {
+  const std::int64_t ints[] = {1, 2, 3};
+  const float floats[] = {1, 2};
+  const bool bools[] = {true};
+  std::uint64_t size = 0;
+  aclIntArray* int_array = aclCreateIntArray(ints, 3);
+  EXPECT_EQ(aclGetIntArraySize(int_array, &size), 0);
+  EXPECT_EQ(size, 3u);
+  aclFloatArray* float_array = aclCreateFloatArray(floats, 2);
+  EXPECT_EQ(aclGetFloatArraySize(float_array, &size), 0);
+  EXPECT_EQ(size, 2u);
+  aclBoolArray* bool_array = aclCreateBoolArray(bools, 1);
+  EXPECT_EQ(aclGetBoolArraySize(bool_array, &size), 0);
+  EXPECT_EQ(size, 1u);
+  EXPECT_EQ(aclGetIntArraySize(int_array, nullptr), kNull);
+  EXPECT_EQ(aclGetIntArraySize(nullptr, &size), kNull);
+  EXPECT_EQ(aclGetFloatArraySize(nullptr, &size), kNull);
+  EXPECT_EQ(aclGetBoolArraySize(nullptr, &size), kNull);
+  EXPECT_EQ(aclGetTensorListSize(nullptr, &size), kNull);
+  EXPECT_EQ(aclGetScalarListSize(nullptr, &size), kNull);
+  EXPECT_EQ(aclDestroyIntArray(int_array), 0);
+  EXPECT_EQ(aclDestroyFloatArray(float_array), 0);
+  EXPECT_EQ(aclDestroyBoolArray(bool_array), 0);
+  EXPECT_NE(aclDestroyIntArray(int_array), 0);
+  double number = 0.5;
+  aclScalar* scalar = aclCreateScalar(&number, ACL_DOUBLE);
+  EXPECT_NE(scalar, nullptr);
+  EXPECT_EQ(aclDestroyScalar(scalar), 0);
+}
+
+TEST(AclnnBase, InitAndFinalizeAreOptionalAndHarmless) {
+  EXPECT_EQ(aclnnInit(nullptr), 0);
+  EXPECT_EQ(aclnnFinalize(), 0);
+  const std::int64_t dims[] = {2};
+  aclTensor* tensor =
+      aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, nullptr);
+  EXPECT_NE(tensor, nullptr);
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
+}
+
+}  // namespace
+}  // namespace ascend_test
