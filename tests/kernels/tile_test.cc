@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// The register tile against double, and the order of its sums.
+#include <cmath>
+#include <cstring>
+#include <memory>
+
+#include "tests/kernels/kernel_fixture.h"
+
+namespace logitless {
+namespace {
+
+using cpu::GemmKernels;
+using cpu::PackSource;
+
+class Tile : public KernelTest {};
+
+struct Aligned {
+  explicit Aligned(size_t floats)
+      : data(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64)), &std::free) {
+  }
+  std::unique_ptr<float, decltype(&std::free)> data;
+};
+
+struct Product {
+  const GemmKernels& g;
+  int rows, k;
+  std::vector<float> a, b;  // [rows][k], [nr][k], exact in bf16
+  Aligned packed_a, packed_b, c;
+  Product(const GemmKernels& family, int row_count, int depth, Random& random)
+      : g(family),
+        rows(row_count),
+        k(depth),
+        a(static_cast<size_t>(rows * k)),
+        b(static_cast<size_t>(g.nr * k)),
+        packed_a(static_cast<size_t>((k + 2) * g.mr)),
+        packed_b(static_cast<size_t>((k + 2) * g.nr)),
+        c(static_cast<size_t>(g.mr * g.nr)) {
+    for (float& x : a) x = static_cast<float>(bfloat16(random.uniform()));
+    for (float& x : b) x = static_cast<float>(bfloat16(random.uniform()));
+    const PackSource source = g.k_unit == 2 ? PackSource::f32_as_bf16 : PackSource::f32;
+    std::vector<const void*> pointers;
+    for (int r = 0; r < rows; ++r) pointers.push_back(a.data() + r * k);
+    g.pack_rows(source, pointers.data(), rows, g.mr, k, packed_a.data.get());
+    pointers.clear();
+    for (int r = 0; r < g.nr; ++r) pointers.push_back(b.data() + r * k);
+    g.pack_rows(source, pointers.data(), g.nr, g.nr, k, packed_b.data.get());
+  }
+  int64_t units() const { return (k + g.k_unit - 1) / g.k_unit; }
+  int tile_rows() const { return rows == 1 ? 1 : rows + (rows & 1); }
+  float* out() { return c.data.get(); }
+};
+
+TEST_P(Tile, EveryRowCountAndDepthIsWithinTheErrorOfItsSum) {
+  Random random(5);
+  for (const GemmKernels* g : families()) {
+    for (int rows = 1; rows <= g->mr; ++rows) {
+      for (const int k : {0, 1, 2, 3, 7, 64, 129}) {
+        for (const bool accumulate : {false, true}) {
+          Product p(*g, rows, k, random);
+          const float start = accumulate ? 3.0f : std::nanf("");
+          for (int i = 0; i < g->mr * g->nr; ++i) p.out()[i] = start;
+          g->tile(p.tile_rows(), p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(),
+                  accumulate);
+          for (int r = 0; r < rows; ++r) {
+            for (int c = 0; c < g->nr; ++c) {
+              double exact = accumulate ? 3.0 : 0.0;
+              double size = std::fabs(exact);
+              for (int i = 0; i < k; ++i) {
+                const double product = static_cast<double>(p.a[static_cast<size_t>(r * k + i)]) *
+                                       static_cast<double>(p.b[static_cast<size_t>(c * k + i)]);
+                exact += product;
+                size += std::fabs(product);
+              }
+              // Each of k additions and products rounds once; first order.
+              ASSERT_NEAR(p.out()[r * g->nr + c], exact, 2.0 * k * 0x1p-24 * size)
+                  << "rows " << rows << " k " << k << " at " << r << ", " << c;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Tile, CuttingTheDepthChangesNoBit) {
+  Random random(6);
+  for (const GemmKernels* g : families()) {
+    const int k = 96;
+    Product p(*g, g->mr, k, random);
+    const auto n = static_cast<size_t>(g->mr * g->nr);
+    g->tile(g->mr, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false);
+    const std::vector<float> whole(p.out(), p.out() + n);
+    for (const int cut : {2, 32, 94}) {
+      const int64_t first = cut / g->k_unit;
+      g->tile(g->mr, p.packed_a.data.get(), p.packed_b.data.get(), first, p.out(), false);
+      g->tile(g->mr, p.packed_a.data.get() + first * g->mr, p.packed_b.data.get() + first * g->nr,
+              p.units() - first, p.out(), true);
+      ASSERT_EQ(std::memcmp(whole.data(), p.out(), n * sizeof(float)), 0) << "cut at " << cut;
+    }
+  }
+}
+
+TEST_P(Tile, ARowHasTheSameBitsInATileOfAnySize) {
+  Random random(7);
+  for (const GemmKernels* g : families()) {
+    Product p(*g, g->mr, 70, random);
+    const auto n = static_cast<size_t>(g->nr);
+    g->tile(g->mr, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false);
+    const std::vector<float> first(p.out(), p.out() + n);
+    for (int rows = 1; rows < g->mr; rows += rows == 1 ? 1 : 2) {
+      g->tile(rows, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false);
+      ASSERT_EQ(std::memcmp(first.data(), p.out(), n * sizeof(float)), 0) << rows;
+    }
+  }
+}
+
+TEST_P(Tile, SubnormalOperandsAreKeptByFp32AndFlushedByTheX86Dot) {
+  // 2^-130 is subnormal in bf16 and fp32; its product with 2^100 is normal.
+  Random random(8);
+  for (const GemmKernels* g : families()) {
+    Product p(*g, 2, 2, random);
+    const PackSource source = g->k_unit == 2 ? PackSource::f32_as_bf16 : PackSource::f32;
+    const float a[2] = {0x1p-130f, 0.0f};
+    const float b[2] = {0x1p100f, 0.0f};
+    std::vector<const void*> pointers(static_cast<size_t>(g->nr), b);
+    g->pack_rows(source, pointers.data(), g->nr, g->nr, 2, p.packed_b.data.get());
+    pointers.assign(2, a);
+    g->pack_rows(source, pointers.data(), 2, g->mr, 2, p.packed_a.data.get());
+    g->tile(2, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false);
+    if (g->k_unit == 1) {
+      EXPECT_EQ(p.out()[0], 0x1p-30f);
+    } else if (GetParam() == Isa::avx512bf16) {
+      EXPECT_EQ(p.out()[0], 0.0f);
+    } else {  // BFDOT: the architecture leaves it to a control bit
+      EXPECT_TRUE(p.out()[0] == 0.0f || p.out()[0] == 0x1p-30f) << p.out()[0];
+    }
+  }
+}
+
+TEST_P(Tile, PeakCountsItsInstructions) {
+  for (const GemmKernels* g : families()) {
+    EXPECT_EQ(g->peak(10), 10 * g->mr * g->nr / (g->flops_per_instruction / 2 / g->k_unit));
+  }
+}
+
+LOGITLESS_PER_ISA(Tile);
+
+}  // namespace
+}  // namespace logitless
