@@ -221,10 +221,19 @@ MaskView mask_of(const Argument& argument, int64_t tokens) {
           argument.dim(0) > 1 ? argument.layout.strides[0] : 1};
 }
 
-template <class View>
-View at(View view, void* data) {
+MatrixView at(MatrixView view, void* data) {
   view.data = data;
   return view;
+}
+
+// 16-bit elements; 0 has no bit set in either type.
+void fill_zeros(const MatrixView& view) {
+  uint16_t* const data = static_cast<uint16_t*>(view.data);
+  for (int64_t row = 0; row < view.rows; ++row) {
+    for (int64_t col = 0; col < view.cols; ++col) {
+      data[row * view.row_stride + col * view.col_stride] = 0;
+    }
+  }
 }
 
 std::shared_ptr<Executor> make_executor(const char* function,
@@ -305,10 +314,12 @@ Status forward_phase_1(const char* function, Argument input, Argument weight, Ar
   if (logits.given()) rules.output_view(logits);
   if (!rules.ok()) return rules.first();
 
-  auto executor = make_executor(
-      kForward, {&input, &weight, &target, &max, &sum, &predicted, &mask, &masked_target, &logits});
+  // Without tokens there is nothing to run, and no address is looked at.
+  auto executor = make_executor(kForward, {});
   int64_t workspace_bytes = 0;
   if (shape.BT > 0) {
+    executor = make_executor(kForward, {&input, &weight, &target, &max, &sum, &predicted, &mask,
+                                        &masked_target, &logits});
     ForwardTypes types;
     types.operand = dtype_of(input);
     types.target = dtype_of(target);
@@ -399,9 +410,10 @@ Status loss_phase_1(Argument max, Argument sum, Argument predicted, float labelS
 
   const int64_t BT = max.dim(0);
   const int64_t V = logits.given() ? logits.dim(1) : 0;
-  auto executor = make_executor(kLoss, {&max, &sum, &predicted, &loss, &logits, &softmax});
+  auto executor = make_executor(kLoss, {});
   int64_t workspace_bytes = 0;
   if (BT > 0) {
+    executor = make_executor(kLoss, {&max, &sum, &predicted, &loss, &logits, &softmax});
     LossTypes types;
     if (V > 0) types.softmax_logits = dtype_of(logits);
     const Result<LossPlan> plan = plan_loss(BT, V, types);
@@ -510,6 +522,23 @@ Status gradient_phase_1(Argument grad, Argument input, Argument weight, Argument
   for (const Argument* a : mode_arguments) rules.view(*a);
   for (const Argument* a : {&grad_input, &grad_weight}) rules.output_view(*a);
   if (!rules.ok()) return rules.first();
+
+  if (shape.BT == 0 || shape.V == 0 || shape.H == 0) {
+    // As with the original no workspace is asked for; unlike there, what is left is zeros.
+    auto executor = make_executor(kGradient, {&grad_input, &grad_weight});
+    executor->bind = [grad_input_view = matrix_of(grad_input),
+                      grad_weight_view = matrix_of(grad_weight)](std::span<void* const> views,
+                                                                 std::span<std::byte>) -> Work {
+      const MatrixView first = at(grad_input_view, views[0]);
+      const MatrixView second = at(grad_weight_view, views[1]);
+      return [=](const CancelToken*) -> Result<void> {
+        fill_zeros(first);
+        fill_zeros(second);
+        return {};
+      };
+    };
+    return publish(std::move(executor), 0, workspaceSize, out);
+  }
 
   GradientTypes types;
   types.operand = dtype_of(input);

@@ -514,9 +514,11 @@ aclError aclrtEventElapsedTime(float* ms, aclrtEvent startEvent, aclrtEvent endE
       const char* name;
       aclrtEvent handle;
     } events[] = {{"startEvent", startEvent}, {"endEvent", endEvent}};
+    for (const auto& event : events) {
+      if (event.handle == nullptr) return is_null(event.name);
+    }
     Clock::time_point times[2];
     for (int i = 0; i < 2; ++i) {
-      if (events[i].handle == nullptr) return is_null(events[i].name);
       std::shared_ptr<Event> event;
       if (Status status = find_event(events[i].handle, &event); !status.ok()) {
         return {status.code, text(events[i].name, " as ", status.message)};
