@@ -11,7 +11,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -100,17 +99,13 @@ class Demo {
 
   void run_forward() {
     whole_.ranges = cli::cut_vocabulary(shape_.V, 1);
-    std::vector<double> seconds;
     cli::LossResult loss;
-    for (int i = 0; i < kRepeats; ++i) {
-      const size_t before = operators_.costs().size();
+    add_step("forward and loss", [&] {
       whole_.shards.clear();
       whole_.shards.push_back(operators_.forward(whole_.ranges[0]));
       loss = operators_.loss(whole_.shards[0]);
-      seconds.push_back(cost_since(before).seconds);
-    }
+    });
     whole_.merged = operators_.merge(whole_.shards);
-    add_step("forward and loss", seconds, 2);
     Judgements judgements;
     judge(whole_.merged, loss, judgements);
     steps_.back().worst = worst_of(judgements);
@@ -134,18 +129,14 @@ class Demo {
   // As four ranks would: each shard its statistics, one merge, each shard its gradients.
   void run_sharded() {
     const cli::WholeRunOptions options = {.shards = kShards};
-    std::vector<double> seconds;
     cli::StatisticsResult statistics;
     cli::LossResult loss;
     cli::GradientResult gradient;
-    for (int i = 0; i < kRepeats; ++i) {
-      const size_t before = operators_.costs().size();
+    add_step("all of it, vocabulary cut in 4", [&] {
       statistics = cli::run_statistics(case_, operators_, options);
       loss = cli::run_loss(operators_, statistics.merged, options);
       gradient = cli::run_gradient(case_, operators_, statistics, nullptr, case_.dtype(), options);
-      seconds.push_back(cost_since(before).seconds);
-    }
-    add_step("all of it, vocabulary cut in 4", seconds, 4 + 1 + 1 + 4);
+    });
     Judgements judgements;
     judge(statistics.merged, loss, judgements);
     judge(gradient.grad_input, gradient.grad_weight, nullptr, judgements);
@@ -172,13 +163,14 @@ class Demo {
                       {"time", Align::right},
                       {"of peak", Align::right},
                       {"scratch memory"},
+                      {"nearest to its limit"},
                       {"error", Align::right},
                       {"allowed", Align::right},
                       {""}});
     for (const Step& step : steps_) {
       table.row({step.name, cli::format_seconds(step.seconds),
                  fixed("%.0f %%", 100 * step.flops / step.seconds / peak_),
-                 cli::format_bytes(step.workspace_bytes) + step.also_holds,
+                 cli::format_bytes(step.workspace_bytes) + step.also_holds, step.worst.output,
                  cli::format_error(step.worst.observed), cli::format_error(step.worst.allowed),
                  verdict(step.worst.fine())});
     }
@@ -186,7 +178,8 @@ class Demo {
     std::printf("Full logits would take %s, and as much again for their gradient.\n",
                 cli::format_bytes(shape_.BT * shape_.V * 4).c_str());
     std::printf(
-        "Errors are against float64, where they come nearest to what the arithmetic allows.\n\n");
+        "Errors are against float64; shown is the element nearest to what the arithmetic "
+        "allows.\n\n");
 
     cli::Table means({{"mean loss, nats"},
                       {"", Align::right},
@@ -213,33 +206,30 @@ class Demo {
   }
 
  private:
-  // The sum of what was recorded from entry `first` on, and the largest workspace of it.
-  cli::Cost cost_since(size_t first) const {
-    cli::Cost sum;
-    for (size_t i = first; i < operators_.costs().size(); ++i) {
-      const cli::Cost& cost = operators_.costs()[i];
-      sum.seconds += cost.seconds;
-      sum.flops += cost.flops;
-      sum.workspace_bytes = std::max(sum.workspace_bytes, cost.workspace_bytes);
+  // Runs `work` kRepeats times and records the median of what its calls of operators took.
+  template <typename Work>
+  void add_step(const char* name, Work&& work) {
+    Step step;
+    step.name = name;
+    std::vector<double> seconds;
+    for (int i = 0; i < kRepeats; ++i) {
+      const size_t before = operators_.costs().size();
+      work();
+      seconds.push_back(0);
+      step.flops = 0;
+      for (size_t call = before; call < operators_.costs().size(); ++call) {
+        const cli::Cost& cost = operators_.costs()[call];
+        seconds.back() += cost.seconds;
+        step.flops += cost.flops;
+        step.workspace_bytes = std::max(step.workspace_bytes, cost.workspace_bytes);
+      }
     }
-    return sum;
-  }
-
-  // A step whose one repeat made `calls` calls, the latest of which are still the last recorded.
-  void add_step(const char* name, std::vector<double> seconds, size_t calls) {
-    const size_t recorded = operators_.costs().size();
-    const cli::Cost once = cost_since(recorded > calls ? recorded - calls : 0);
     std::sort(seconds.begin(), seconds.end());
-    steps_.push_back({.name = name,
-                      .seconds = seconds[seconds.size() / 2],
-                      .flops = once.flops,
-                      .workspace_bytes = once.workspace_bytes,
-                      .also_holds = {},
-                      .worst = {}});
+    step.seconds = seconds[seconds.size() / 2];
+    steps_.push_back(step);
   }
 
   void run_gradient(const char* name, const HostTensor* softmax) {
-    std::vector<double> seconds;
     HostTensor grad_input(case_.dtype(), case_.input.shape());
     HostTensor grad_weight(case_.dtype(), case_.weight.shape());
     cli::Operators::GradientRequest request;
@@ -252,11 +242,7 @@ class Demo {
       request.mode = GradientMode::high_performance;
       request.softmax = softmax->matrix();
     }
-    for (int i = 0; i < kRepeats; ++i) {
-      operators_.gradient(request);
-      seconds.push_back(operators_.costs().back().seconds);
-    }
-    add_step(name, seconds, 1);
+    add_step(name, [&] { operators_.gradient(request); });
     Judgements judgements;
     judge(grad_input, grad_weight, softmax, judgements);
     steps_.back().worst = worst_of(judgements);
