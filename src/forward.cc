@@ -80,6 +80,7 @@ class Forward {
       const int64_t rows = next_block(team, cursor);
       if (rows == 0) break;
       one_block(team, rows);
+      if (stop_.leave_together(team)) return;  // also: the block's lists are rewritten next
     }
   }
 
@@ -135,12 +136,11 @@ class Forward {
           segment(team, panels, i * p_.group, s0, s);
         }
       }
-      team.barrier();
+      if (stop_.leave_together(team)) return;
       merge_segments(team, rows, count);
     }
     const Range my_rows = team.part(rows);
     finish(my_rows);
-    team.barrier();  // the block's lists are rewritten next
   }
 
   int segment_panels() const { return cpu::kSegmentColumns / g_.nr; }
@@ -223,7 +223,6 @@ class Forward {
   }
 
   void merge_segments(const Team& team, int64_t rows, int64_t segments) {
-    if (stop_.requested()) return;
     float* max = region<float>(p_.run_max);
     float* sum = region<float>(p_.run_sum);
     const Range mine = team.part(rows);

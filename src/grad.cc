@@ -97,8 +97,6 @@ class Gradient {
     Cell cell;
     cell.token_chunks = token_chunks;
     cell.vocab_chunks = vocab_chunks;
-    // A cancelled run goes on through the loops with nothing to do: members may see the request in
-    // different cells, and all of them must meet at every barrier.
     for (int64_t outer = 0; outer < outer_count; ++outer) {
       for (int64_t inner = 0; inner < inner_count; ++inner) {
         const int64_t token_index = p_.vocab_outside ? inner : outer;
@@ -110,7 +108,7 @@ class Gradient {
         team.barrier();
         if (out_.grad_weight) add_grad_weight(team, cell);
         if (out_.grad_input) add_grad_input(team, cell);
-        team.barrier();
+        if (stop_.leave_together(team)) return;
       }
     }
   }

@@ -85,7 +85,9 @@ void run_team(int threads, const Body& body) {
 }
 
 // The cancel token as a running operator sees it: once it was seen set it stays set, and members
-// skip their work but still meet at every barrier.
+// skip their work. They may see it at different places, but must leave a loop with barriers
+// together: leave_together() is a barrier after which all of them have the same answer. Between two
+// calls of it there must be another barrier, so that no answer is overwritten before it was read.
 class Stop {
  public:
   explicit Stop(const CancelToken* token) : token_(token) {}
@@ -96,10 +98,16 @@ class Stop {
     }
     return stopped_.load(std::memory_order_relaxed);
   }
+  bool leave_together(const Team& team) {
+    if (team.rank() == 0) leave_.store(requested(), std::memory_order_relaxed);
+    team.barrier();
+    return leave_.load(std::memory_order_relaxed);
+  }
 
  private:
   const CancelToken* token_;
   std::atomic<bool> stopped_{false};
+  std::atomic<bool> leave_{false};
 };
 
 }  // namespace logitless
