@@ -18,6 +18,19 @@ Error invalid(std::string message) {
   return Error{ErrorKind::invalid_argument, std::move(message)};
 }
 
+// The argument's name as the message prints it; text is made only when there is an error, since a
+// running operator allocates nothing.
+struct Name {
+  const char* text;
+  int64_t shard = -1;
+  Name(const char* argument) : text(argument) {}
+  Name(int64_t index, const char* argument) : text(argument), shard(index) {}
+};
+std::string operator+(const Name& name, const std::string& rest) {
+  return (name.shard < 0 ? std::string() : "shards[" + number(name.shard) + "].") + name.text +
+         rest;
+}
+
 bool is_one_of(DType dtype, std::initializer_list<DType> allowed) {
   for (DType a : allowed) {
     if (a == dtype) return true;
@@ -36,15 +49,14 @@ std::string list(std::initializer_list<DType> dtypes) {
   return text;
 }
 
-Result<void> check_dtype(const std::string& name, DType came,
-                         std::initializer_list<DType> allowed) {
+Result<void> check_dtype(const Name& name, DType came, std::initializer_list<DType> allowed) {
   if (is_one_of(came, allowed)) return {};
   return invalid(name + ": dtype is " + name_of(came) + ", must be " + list(allowed));
 }
 
 enum class Access { input, output };
 
-Result<void> check_vector(const std::string& name, const ConstVectorView& view, int64_t size,
+Result<void> check_vector(const Name& name, const ConstVectorView& view, int64_t size,
                           std::initializer_list<DType> dtypes, Access access) {
   if (auto ok = check_dtype(name, view.dtype, dtypes); !ok) return ok;
   if (view.size != size) {
@@ -66,7 +78,7 @@ Result<void> check_vector(const std::string& name, const ConstVectorView& view, 
   return {};
 }
 
-Result<void> check_matrix(const std::string& name, const ConstMatrixView& view, int64_t rows,
+Result<void> check_matrix(const Name& name, const ConstMatrixView& view, int64_t rows,
                           const char* rows_name, int64_t cols, const char* cols_name,
                           std::initializer_list<DType> dtypes, Access access) {
   if (auto ok = check_dtype(name, view.dtype, dtypes); !ok) return ok;
@@ -109,7 +121,7 @@ Result<void> check_matrix(const std::string& name, const ConstMatrixView& view, 
   return {};
 }
 
-Result<void> check_mask(const std::string& name, const ConstMaskView& view, int64_t size) {
+Result<void> check_mask(const Name& name, const ConstMaskView& view, int64_t size) {
   if (view.size != size) {
     return invalid(name + ": size is " + number(view.size) +
                    " tokens, must be BT = " + number(size));
@@ -123,7 +135,7 @@ Result<void> check_mask(const std::string& name, const ConstMaskView& view, int6
   return {};
 }
 
-Result<void> check_output_mask(const std::string& name, const MaskView& view, int64_t size) {
+Result<void> check_output_mask(const Name& name, const MaskView& view, int64_t size) {
   if (auto ok = check_mask(name, view, size); !ok) return ok;
   const int64_t elements = view.layout == MaskLayout::packed_lsb_first ? ceil_div(size, 8) : size;
   if (elements > 1 && view.stride == 0) {
@@ -292,7 +304,7 @@ Result<void> check(const MergePlanData& plan, std::span<const ShardStatistics> s
   }
   for (size_t i = 0; i < shards.size(); ++i) {
     const ShardStatistics& s = shards[i];
-    const auto name = [&](const char* what) { return "shards[" + std::to_string(i) + "]." + what; };
+    const auto name = [&](const char* what) { return Name(static_cast<int64_t>(i), what); };
     const auto rules = first_error(
         [&] {
           return check_vector(name("logits_max"), s.logits_max, plan.BT, kF32, Access::input);

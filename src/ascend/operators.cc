@@ -228,6 +228,7 @@ MatrixView at(MatrixView view, void* data) {
 
 // 16-bit elements; 0 has no bit set in either type.
 void fill_zeros(const MatrixView& view) {
+  if (view.cols == 0) return;  // without walking through any number of rows of nothing
   uint16_t* const data = static_cast<uint16_t*>(view.data);
   for (int64_t row = 0; row < view.rows; ++row) {
     for (int64_t col = 0; col < view.cols; ++col) {
