@@ -106,7 +106,7 @@ int run_info(const InfoArguments& arguments) {
                {fmt::format("{} threads", threads), Align::right},
                {"flop/instruction", Align::right},
                {"instructions/cycle", Align::right},
-               {"peak / (flop x whole instructions x clock)", Align::right},
+               {"of a whole number", Align::right},
                {"", Align::left}});
   for (const Peak& peak : peaks) {
     table.row({logitless::name_of(peak.dtype), fmt::format("{:.1f}", peak.one_thread * 1e-9),
@@ -117,6 +117,10 @@ int run_info(const InfoArguments& arguments) {
                peak.ratio() >= kLeastRatio ? marks().good : "low: is the machine busy?"});
   }
   fmt::print("{}", table.str());
+  fmt::print(
+      "peak = flop/instruction x instructions/cycle x clock; at least {} of a whole number of "
+      "instructions is expected\n",
+      kLeastRatio);
   return kExitFine;
 }
 

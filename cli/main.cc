@@ -9,6 +9,7 @@
 
 #include "cli/commands.h"
 #include "cli/failure.h"
+#include "cli/units.h"
 #include "logitless/version.h"
 
 namespace {
@@ -18,6 +19,12 @@ std::string one_line(std::string text) {
   std::ranges::replace(text, '\n', ' ');
   text.erase(text.find_last_not_of(' ') + 1);
   return text;
+}
+
+// A word where a command is expected, or "".
+std::string unknown_command(const CLI::App& app, int argc, char** argv) {
+  if (argc < 2 || argv[1][0] == '-' || !app.get_subcommands().empty()) return "";
+  return argv[1];
 }
 
 int complain(int code, const std::string& message) {
@@ -53,6 +60,11 @@ int main(int argc, char** argv) {
   } catch (const CLI::Success& asked) {  // --help, --version
     return app.exit(asked);
   } catch (const CLI::ParseError& error) {
+    const std::string unknown = unknown_command(app, argc, argv);
+    if (!unknown.empty()) {
+      return complain(kExitBadInput, fmt::format("there is no command '{}' (see logitless --help)",
+                                                 printable(unknown)));
+    }
     return complain(kExitBadInput, one_line(error.what()) + " (see logitless --help)");
   }
   try {

@@ -117,7 +117,7 @@ std::string format_count(int64_t count) {
   const size_t sign = count < 0 ? 1 : 0;
   for (size_t i = digits.size(); i > sign + 3;) {
     i -= 3;
-    digits.insert(i, ",");
+    digits.insert(i, 1, ',');
   }
   return digits;
 }

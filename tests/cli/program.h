@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+#include <vector>
+
+namespace logitless::cli::test {
+
+struct ProgramResult {
+  int exit_code = -1;  // 128 + signal when one ended it
+  std::string out;
+  std::string err;
+};
+
+// The built program, as a child process; nothing passes through a shell.
+class Program {
+ public:
+  // Starts it; environment: "NAME=value" on top of this process's.
+  explicit Program(std::vector<std::string> arguments, std::vector<std::string> environment = {});
+  ~Program();
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  void send(int signal) const;
+  ProgramResult wait();
+
+ private:
+  pid_t pid_ = -1;
+  std::string folder_;
+};
+
+ProgramResult run_program(std::vector<std::string> arguments,
+                          std::vector<std::string> environment = {});
+
+}  // namespace logitless::cli::test

@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0
+// The program from outside: arguments in, exit code, text and files out.
+#include "tests/cli/program.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "cli/safetensors.h"
+#include "logitless/version.h"
+#include "tests/cli/scratch.h"
+
+namespace logitless::cli {
+namespace {
+
+using nlohmann::json;
+using test::Program;
+using test::ProgramResult;
+using test::run_program;
+using test::Scratch;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::MatchesRegex;
+using testing::Not;
+using testing::StartsWith;
+
+class ProgramTest : public testing::Test {
+ protected:
+  // A small case on disk.
+  std::string small_case(const char* dtype = "bf16") {
+    const std::string path = scratch_.path("case.safetensors");
+    const ProgramResult made = run_program({"make", path, "--tokens", "45", "--vocab", "507",
+                                            "--hidden", "64", "--dtype", dtype, "--seed", "5"});
+    EXPECT_EQ(made.exit_code, 0) << made.err;
+    return path;
+  }
+
+  // Usage and input errors: exit 2, one line on stderr, nothing on stdout.
+  static void expect_refused(const std::vector<std::string>& arguments,
+                             const testing::Matcher<const std::string&>& message) {
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 2) << result.err;
+    EXPECT_EQ(result.out, "");
+    EXPECT_THAT(result.err, StartsWith("logitless: "));
+    EXPECT_EQ(std::ranges::count(result.err, '\n'), 1) << result.err;
+    EXPECT_THAT(result.err, message);
+  }
+
+  static json json_of(const std::vector<std::string>& arguments, int exit_code = 0) {
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, exit_code) << result.err;
+    json document = json::parse(result.out, nullptr, false);
+    EXPECT_FALSE(document.is_discarded()) << result.out;
+    return document;
+  }
+
+  Scratch scratch_;
+};
+
+TEST_F(ProgramTest, HelpHasAnExampleForEveryCommand) {
+  for (const char* command :
+       {"info", "make", "forward", "loss", "gradient", "verify", "compare", "bench", "plan"}) {
+    const ProgramResult help = run_program({command, "--help"});
+    EXPECT_EQ(help.exit_code, 0) << command;
+    EXPECT_THAT(help.out, HasSubstr("Example:\n  ")) << command;
+    EXPECT_THAT(help.out, HasSubstr(std::string("logitless ") + command + " ")) << command;
+    for (const char* option : {"--json", "--threads", "--workspace-limit", "--help"}) {
+      EXPECT_THAT(help.out, HasSubstr(option)) << command;
+    }
+  }
+  EXPECT_THAT(run_program({"--help"}).out, HasSubstr("Example:"));
+  EXPECT_EQ(run_program({"--version"}).out, "logitless " LOGITLESS_VERSION "\n");
+}
+
+TEST_F(ProgramTest, BadUsageIsRefusedInOneSentence) {
+  expect_refused({}, HasSubstr("subcommand is required"));
+  expect_refused({"nonsense"}, HasSubstr("there is no command 'nonsense'"));
+  expect_refused({"verify"}, HasSubstr("case is required"));
+  expect_refused({"verify", "x", "--bogus"}, HasSubstr("--bogus"));
+  expect_refused({"verify", "x", "--shards", "0"}, HasSubstr("--shards"));
+  expect_refused({"verify", "x", "--threads", "-1"}, HasSubstr("--threads"));
+  expect_refused({"verify", "x", "--workspace-limit", "64M"},
+                 HasSubstr("'64M' is not a number of bytes"));
+  expect_refused({"plan", "--shape", "1,2"}, HasSubstr("'1,2' is not a shape"));
+  expect_refused({"plan", "--shape", "1,2,3", "--op", "backward"}, HasSubstr("--op"));
+  expect_refused({"make", scratch_.path("x"), "--dtype", "int4"},
+                 HasSubstr("'int4' is not an operand type"));
+  expect_refused({"make", scratch_.path("x"), "--masked", "2"},
+                 HasSubstr("--masked is 2, must be in [0, 1]"));
+  expect_refused({"bench", "x", "--shape", "1,2,3"}, HasSubstr("a CASE or --shape, not both"));
+  EXPECT_TRUE(scratch_.files().empty());
+}
+
+TEST_F(ProgramTest, BadInputIsRefusedInOneSentenceThatNamesFileTensorAndRule) {
+  const std::string path = small_case();
+  expect_refused({"verify", scratch_.path("absent")},
+                 AllOf(HasSubstr("absent"), HasSubstr("No such file")));
+  const std::string text = scratch_.path("text");
+  test::write_file(text, "hello, this is text");
+  expect_refused({"loss", text}, AllOf(HasSubstr(text), HasSubstr("is it a safetensors file?")));
+  expect_refused({"loss", path, path},
+                 AllOf(HasSubstr("case.safetensors"), HasSubstr("tensor `input`")));
+  expect_refused({"forward", path, "--tokens", "46"}, HasSubstr("has 45 tokens, 46 are asked for"));
+  expect_refused({"gradient", path, "--mode", "fast"},
+                 HasSubstr("must be memory-saving or high-performance"));
+  expect_refused({"loss", path, "--logits-rounding", "infer"},
+                 HasSubstr("must be none or operand"));
+  expect_refused({"gradient", path, "--grad-dtype", "f16"}, HasSubstr("must be f32 or bf16"));
+  expect_refused({"gradient", path, "--workspace-limit", "1KiB"}, HasSubstr("least possible"));
+  expect_refused({"compare", path, "--outputs", path}, HasSubstr("none of the outputs"));
+  expect_refused({"loss", path, "--out", scratch_.path("no/such/folder")},
+                 HasSubstr("cannot be written"));
+  expect_refused({"loss", path, "--out", "/dev/null"}, HasSubstr("not a regular file"));
+}
+
+TEST_F(ProgramTest, AnUnusableIsaIsAnError) {
+  const std::string path = small_case();
+  const ProgramResult result = run_program({"loss", path}, {"LOGITLESS_ISA=mmx"});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.err, HasSubstr("mmx"));
+}
+
+TEST_F(ProgramTest, MakeIsDeterministic) {
+  const std::string first = test::read_file(small_case());
+  EXPECT_EQ(test::read_file(small_case()), first);
+  const std::string other = scratch_.path("other");
+  run_program({"make", other, "--tokens", "45", "--vocab", "507", "--hidden", "64", "--seed", "6"});
+  EXPECT_NE(test::read_file(other), first);
+}
+
+TEST_F(ProgramTest, OutputsHaveTheirNamesShapesAndTypes) {
+  const std::string path = small_case();
+  const std::string out = scratch_.path("out.safetensors");
+  const ProgramResult run =
+      run_program({"gradient", path, "--shards", "4", "--threads", "2", "--out", out});
+  EXPECT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_EQ(run.err, "");
+  EXPECT_THAT(run.out, AllOf(HasSubstr("mean"), HasSubstr("gradient memory-saving"),
+                             HasSubstr("4 shards"), HasSubstr(out)));
+  const Result<SafetensorsFile> file = SafetensorsFile::open(out);
+  ASSERT_TRUE(file.has_value()) << file.error().message;
+  const std::vector<std::tuple<const char*, const char*, std::vector<int64_t>>> expected = {
+      {"logits_max", "F32", {45}},       {"sum_exp_logits", "F32", {45}},
+      {"predicted_logits", "F32", {45}}, {"target_mask", "U8", {6}},
+      {"masked_target", "I64", {45}},    {"loss", "F32", {45}},
+      {"logsumexp", "F32", {45}},        {"grad_input", "BF16", {45, 64}},
+      {"grad_weight", "BF16", {507, 64}}};
+  EXPECT_EQ(file->tensors().size(), expected.size());
+  for (const auto& [name, dtype, shape] : expected) {
+    const TensorInfo* info = file->find(name);
+    ASSERT_NE(info, nullptr) << name;
+    EXPECT_EQ(info->dtype, dtype) << name;
+    EXPECT_EQ(info->shape, shape) << name;
+  }
+  EXPECT_EQ(file->metadata().at("logits_rounding"), "none");
+  EXPECT_EQ(file->metadata().at("vocab_end_index"), "507");
+  // Nothing but the two files: the temporary one took its name.
+  EXPECT_EQ(scratch_.files(), (std::vector<std::string>{"case.safetensors", "out.safetensors"}));
+}
+
+TEST_F(ProgramTest, EveryCommandsOwnOutputsCompareWell) {
+  const std::string path = small_case("f16");
+  const std::vector<std::vector<std::string>> runs = {
+      {"forward", path},
+      {"loss", path, "--with-softmax", "--logits-rounding", "operand"},
+      {"gradient", path, "--mode", "high-performance", "--shards", "2"},
+      {"gradient", path, "--logits-rounding", "operand", "--grad-dtype", "f32", "--shards", "7"}};
+  for (std::vector<std::string> run : runs) {
+    const std::string out = scratch_.path("out");
+    run.insert(run.end(), {"--out", out});
+    ASSERT_EQ(run_program(run).exit_code, 0);
+    const ProgramResult compared = run_program({"compare", path, "--outputs", out});
+    EXPECT_EQ(compared.exit_code, 0) << compared.out << compared.err;
+    EXPECT_THAT(compared.out, HasSubstr("every error is within what is allowed"));
+  }
+}
+
+TEST_F(ProgramTest, CompareNamesWhatIsBeyond) {
+  const std::string path = small_case();
+  const std::string out = scratch_.path("out");
+  ASSERT_EQ(run_program({"gradient", path, "--out", out}).exit_code, 0);
+  const Result<SafetensorsFile> file = SafetensorsFile::open(out);
+  ASSERT_TRUE(file.has_value());
+  Result<HostTensor> grad = file->read(*file->find("grad_weight"));
+  ASSERT_TRUE(grad.has_value());
+  store_float(grad->data(), grad->dtype(), 506 * 64 + 63, 1.0f);
+  ASSERT_TRUE(write_safetensors(out, {{"grad_weight", &*grad}}, {}).has_value());
+  const ProgramResult compared = run_program({"compare", path, "--outputs", out});
+  EXPECT_EQ(compared.exit_code, 1);
+  EXPECT_THAT(compared.out, AllOf(HasSubstr("BEYOND"), HasSubstr("grad_weight[506, 63] is 1, "),
+                                  HasSubstr("not in the file, so not judged: logits_max")));
+  const json document = json_of({"compare", path, "--outputs", out, "--json"}, 1);
+  EXPECT_FALSE(document["fine"].get<bool>());
+  EXPECT_EQ(document["judgements"][0]["worst"]["row"], 506);
+  EXPECT_EQ(document["judgements"][0]["worst"]["column"], 63);
+}
+
+TEST_F(ProgramTest, VerifyPassesAndSaysWhatItChecked) {
+  const std::string path = small_case();
+  const ProgramResult verified = run_program({"verify", path, "--shards", "2", "--threads", "2"});
+  EXPECT_EQ(verified.exit_code, 0) << verified.out;
+  EXPECT_THAT(verified.out, AllOf(HasSubstr("all tokens and vocabulary rows are checked"),
+                                  HasSubstr("observed"), HasSubstr("margin"),
+                                  HasSubstr("gradient high-performance"), Not(HasSubstr("BEYOND")),
+                                  // Plain text where stdout is a file.
+                                  Not(HasSubstr("\x1b")), Not(HasSubstr("✓"))));
+  EXPECT_EQ(verified.err, "");
+}
+
+TEST_F(ProgramTest, JsonOfEveryCommandParses) {
+  const std::string path = small_case();
+  const std::string made = scratch_.path("made");
+  EXPECT_EQ(json_of({"make", made, "--tokens", "3", "--vocab", "4", "--hidden", "5",
+                     "--json"})["shape"]["V"],
+            4);
+  EXPECT_TRUE(
+      json_of({"info", "--seconds", "0.01", "--threads", "1", "--json"})["isas"].is_array());
+  EXPECT_EQ(json_of({"forward", path, "--json"})["isa"].get<std::string>().empty(), false);
+  const json loss = json_of({"loss", path, "--json", "--tokens", "40"});
+  EXPECT_EQ(loss["shape"]["BT"], 40);
+  EXPECT_GT(loss["mean_loss"].get<double>(), 0);
+  EXPECT_TRUE(json_of({"gradient", path, "--json"})["stages"].is_array());
+  const json verify = json_of({"verify", path, "--json", "--dtype", "f32"});
+  EXPECT_TRUE(verify["fine"].get<bool>());
+  EXPECT_EQ(verify["dtype"], "f32");
+  EXPECT_NEAR(verify["mean_loss"].get<double>(), loss["mean_loss"].get<double>(), 0.5);
+  const json plan = json_of({"plan", "--shape", "1024,32000,2048", "8,100,16", "--json"});
+  EXPECT_EQ(plan["plans"].size(), 6U);
+  EXPECT_GT(plan["plans"][0]["workspace_bytes"].get<int64_t>(), 0);
+  const json bench = json_of({"bench", path, "--op", "forward,gradient,gradient-hp,step",
+                              "--repeats", "2", "--threads", "1", "--json"});
+  ASSERT_EQ(bench["cases"].size(), 4U);
+  for (const json& line : bench["cases"]) {
+    EXPECT_GT(line["median_seconds"].get<double>(), 0);
+    EXPECT_GT(line["ratio_to_peak"].get<double>(), 0);
+    EXPECT_EQ(line["seconds"].size(), 2U);
+    EXPECT_EQ(line.contains("unfused"), line["op"] != "gradient-hp");
+  }
+  // 2 BT V H per product: one forward, three of the memory-saving gradient, two of the other.
+  const double product = 2.0 * 45 * 507 * 64;
+  EXPECT_EQ(bench["cases"][0]["flops"].get<double>(), product);
+  EXPECT_EQ(bench["cases"][1]["flops"].get<double>(), 3 * product);
+  EXPECT_EQ(bench["cases"][2]["flops"].get<double>(), 2 * product);
+  EXPECT_EQ(bench["cases"][3]["flops"].get<double>(), 4 * product);
+}
+
+TEST_F(ProgramTest, TheWorkspaceLimitIsObeyed) {
+  const json plan =
+      json_of({"plan", "--shape", "1024,32000,2048", "--workspace-limit", "24MiB", "--json"});
+  for (const json& entry : plan["plans"]) {
+    EXPECT_LE(entry["workspace_bytes"].get<int64_t>(), 24 << 20) << entry["op"];
+  }
+}
+
+// Interrupted in the middle of `make` and of a gradient: exit 130, whatever stood at OUT before
+// still stands, and no other file is left.
+TEST_F(ProgramTest, CtrlCLeavesNoHalfFile) {
+  const std::string path = scratch_.path("case");
+  ASSERT_EQ(run_program({"make", path, "--tokens", "2048", "--vocab", "20000", "--hidden", "512"})
+                .exit_code,
+            0);
+  const std::string out = scratch_.path("out");
+  test::write_file(out, "old");
+  const std::vector<std::vector<std::string>> commands = {
+      {"make", out, "--tokens", "1000", "--vocab", "300000", "--hidden", "2048"},
+      {"gradient", path, "--shards", "64", "--threads", "1", "--out", out}};
+  for (const std::vector<std::string>& command : commands) {
+    Program program(command);
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    program.send(SIGINT);
+    const ProgramResult result = program.wait();
+    EXPECT_EQ(result.exit_code, 130) << command[0] << ": " << result.out << result.err;
+    EXPECT_THAT(result.err, HasSubstr("cancelled")) << command[0];
+    EXPECT_EQ(test::read_file(out), "old") << command[0];
+    EXPECT_EQ(scratch_.files(), (std::vector<std::string>{"case", "out"})) << command[0];
+  }
+}
+
+// At any moment, also while the file is being written.
+TEST_F(ProgramTest, CtrlCAtAnyMomentLeavesAllOrNothing) {
+  const std::string out = scratch_.path("out");
+  for (int i = 0; i < 12; ++i) {
+    Program program({"make", out, "--tokens", "64", "--vocab", "20000", "--hidden", "512"});
+    std::this_thread::sleep_for(std::chrono::milliseconds(8 * i));
+    program.send(SIGINT);
+    const ProgramResult result = program.wait();
+    EXPECT_THAT(result.exit_code, testing::AnyOf(0, 130)) << result.err;
+    if (result.exit_code == 0) {
+      EXPECT_TRUE(SafetensorsFile::open(out).has_value());
+      std::filesystem::remove(out);
+    }
+    EXPECT_TRUE(scratch_.files().empty()) << i;
+  }
+}
+
+TEST_F(ProgramTest, AFullDiskIsSaid) {
+  if (::access("/dev/full", W_OK) != 0) GTEST_SKIP() << "no /dev/full";
+  // Text that cannot be printed is no success either.
+  const ProgramResult result = run_program({"make", "/dev/full"});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.err,
+              MatchesRegex("logitless: /dev/full: exists and is not a regular file.*\n"));
+}
+
+}  // namespace
+}  // namespace logitless::cli
