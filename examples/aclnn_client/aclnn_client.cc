@@ -193,7 +193,6 @@ Gradients gradient(const Shard& shard, const HalfTensor& input, const FloatTenso
 }
 
 // ---- float64: the definition
-// ------------------------------------------------------------------------------------------
 
 struct Exact {
   std::vector<double> loss, input_grad, weight_grad;

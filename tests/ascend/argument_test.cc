@@ -198,7 +198,6 @@ void expect_each_accepted(Phase1 phase1, const Arguments& good,
 }
 
 // ---- forward
-// ----------------------------------------------------------------------------------------------------------
 
 constexpr std::int64_t kBT = 19, kV = 130, kH = 24;
 
@@ -354,7 +353,6 @@ TEST(ForwardArguments, NegativeDimensionsAreRefused) {
 }
 
 // ---- loss
-// -------------------------------------------------------------------------------------------------------------
 
 Arguments good_loss() {
   Arguments a;
@@ -471,7 +469,6 @@ TEST(LossArguments, WhatIsAllowedIsAccepted) {
 }
 
 // ---- gradient
-// ---------------------------------------------------------------------------------------------------------
 
 Arguments good_gradient(bool memory_saving) {
   Arguments a;
@@ -661,8 +658,67 @@ TEST(GradientArguments, SmallVocabularyIsRefusedEvenWithoutTokens) {
   expect_refused(ask(gradient_phase1, a), kInvalid, "weight");
 }
 
+// ---- sizes and strides beyond reason
+
+constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
+
+TEST(ForwardArguments, ShapesWhoseProductsOverflowAreRefused) {
+  for (std::int64_t tokens : {kBT, std::int64_t{1} << 40, std::int64_t{1} << 62, kHuge}) {
+    for (std::int64_t vocab : {std::int64_t{1} << 40, std::int64_t{1} << 62, kHuge}) {
+      if (tokens == kBT && vocab == std::int64_t{1} << 40) continue;  // large but possible
+      Arguments a = good_forward();
+      for (auto& t : a.tensors) t.second.shape[0] = tokens;
+      a["targetMaskOut"].shape[0] = tokens / 8 + (tokens % 8 != 0 ? 1 : 0);
+      a["weight"].shape[0] = vocab;
+      a["vocabParallelLogitsOutOptional"].null = true;
+      const Answer answer = ask(forward_phase1, a);
+      EXPECT_EQ(answer.status, kInvalid) << tokens << " tokens, " << vocab << " rows";
+      EXPECT_FALSE(answer.message.empty());
+    }
+  }
+}
+
+TEST(GradientArguments, ShapesWhoseProductsOverflowAreRefused) {
+  for (bool memory_saving : {false, true}) {
+    for (std::int64_t vocab : {std::int64_t{1} << 62, kHuge}) {
+      Arguments a = good_gradient(memory_saving);
+      a["weight"].shape[0] = a["weightGradOut"].shape[0] = a["softmaxOptional"].shape[1] = vocab;
+      const Answer answer = ask(gradient_phase1, a);
+      EXPECT_EQ(answer.status, kInvalid) << vocab;
+      EXPECT_FALSE(answer.message.empty());
+    }
+  }
+}
+
+TEST(LossArguments, ShapesWhoseProductsOverflowAreRefused) {
+  Arguments a = good_loss();
+  a["vocabParallelLogitsOptional"].shape[1] = a["softMaxOutOptional"].shape[1] = kHuge;
+  EXPECT_EQ(ask(loss_phase1, a).status, kInvalid);
+}
+
+// Strides are not negative, and no view may reach further than addresses go.
+TEST(ForwardArguments, StridesThatAreNegativeOrOverflowAreRefused) {
+  for (const auto& strides :
+       {std::vector<std::int64_t>{-8, 1}, std::vector<std::int64_t>{8, -1},
+        std::vector<std::int64_t>{kHuge, 1}, std::vector<std::int64_t>{kHuge, kHuge}}) {
+    Forward f;
+    f.input = Array(ACL_BF16, {4, 8});
+    f.weight = Array(ACL_BF16, {5, 8});
+    f.target = Array(ACL_INT32, {4});
+    f.end = 5;
+    f.make_outputs(false);
+    const std::int64_t shape[] = {4, 8};
+    EXPECT_EQ(aclInitTensor(f.input.tensor(), shape, 2, ACL_BF16, strides.data(), 0, ACL_FORMAT_ND,
+                            shape, 2, nullptr),
+              0);
+    std::uint64_t size = 0;
+    aclOpExecutor* executor = nullptr;
+    EXPECT_EQ(f.prepare(&size, &executor), kInvalid);
+    EXPECT_TRUE(names(take_message(), "input"));
+  }
+}
+
 // ---- messages
-// ---------------------------------------------------------------------------------------------------------
 
 TEST(Messages, TellWhatCameAndWhatIsAllowed) {
   Arguments a = good_gradient(true);

@@ -329,7 +329,6 @@ TEST(Executor, PhaseTwoOnAThreadWithoutADeviceWorksWithAStreamAndNotWithout) {
 }
 
 // ---- addresses
-// --------------------------------------------------------------------------------------------------------
 
 using SetAddress = aclnnStatus (*)(aclOpExecutor*, const size_t, aclTensor*, void*);
 
@@ -506,7 +505,6 @@ TEST(Addresses, OfTensorListsAreCheckedByRelativeIndex) {
 }
 
 // ---- memory of any origin
-// ---------------------------------------------------------------------------------------------
 
 TEST(Memory, AnyHostPointerIsDeviceMemory) {
   // input from aclrtMalloc, weight from malloc, target from a vector, everything else from mmap.
@@ -531,7 +529,6 @@ TEST(Memory, AnyHostPointerIsDeviceMemory) {
 }
 
 // ---- threads
-// ----------------------------------------------------------------------------------------------------------
 
 TEST(Threads, TwoThreadsWithTwoStreams) {
   std::vector<std::thread> threads;
@@ -576,7 +573,6 @@ TEST(Threads, OneStreamFedByTwoThreads) {
 }
 
 // ---- error texts
-// ------------------------------------------------------------------------------------------------------
 
 TEST(Messages, BelongToTheirThread) {
   take_message();

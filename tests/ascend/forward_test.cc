@@ -211,6 +211,17 @@ TEST(Forward, TargetsBeyond2To31And2To53AreExact) {
   }
 }
 
+TEST(Forward, Int32TargetsBesideAShardBeyondTheirRangeAreOutside) {
+  Forward f = make_forward(ACL_FLOAT16, ACL_INT32, 9, 8, 8, 0);
+  f.start = (std::int64_t{1} << 32) + 1;  // cut to 32 bits it would be 1
+  f.end = f.start + 8;
+  f.target.fill(3);
+  f.make_outputs(false);
+  ASSERT_EQ(f.run(), 0);
+  expect_forward(f);
+  for (int b = 0; b < 9; ++b) EXPECT_TRUE(f.is_masked(b));
+}
+
 TEST(Forward, ExtremeTargetsAreJustOutside) {
   for (aclDataType index : {ACL_INT32, ACL_INT64}) {
     Forward f = make_forward(ACL_FLOAT16, index, 3, 8, 8, 0);

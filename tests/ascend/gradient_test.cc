@@ -451,7 +451,6 @@ TEST_P(GradientModes, AllRowsWithGradZeroGiveZeros) {
 }
 
 // ---- empty tensors
-// ----------------------------------------------------------------------------------------------------
 
 TEST_P(GradientModes, NoTokensWritesWeightGradWithZeros) {
   for (Layout layout : {Layout::kContiguous, Layout::kGapped}) {
@@ -495,7 +494,6 @@ TEST_P(GradientModes, EmptyOperandsNeedNoWorkspace) {
 }
 
 // ---- a target that this shard does not have
-// ---------------------------------------------------------------------------
 
 TEST_P(GradientModes, BadUnmaskedTargetFailsOnTheStreamBeforeAnythingIsWritten) {
   for (std::int64_t bad : {std::int64_t{130}, std::int64_t{-1}, std::int64_t{1} << 40}) {
@@ -594,7 +592,6 @@ TEST(GradientOnStream, MaskedTargetWrittenByAForwardBeyondTheShardFails) {
 }
 
 // ---- the published example
-// --------------------------------------------------------------------------------------------
 
 TEST(GradientExample, EverythingZeroGivesZeroEvenReadTwiceItsLength) {
   // The published program copies twice the bytes of the output back: device memory has that slack.
@@ -660,7 +657,6 @@ TEST(GradientExample, EverythingZeroGivesZeroEvenReadTwiceItsLength) {
 }
 
 // ---- sizes that the original refuses
-// ----------------------------------------------------------------------------------
 
 TEST(GradientSizes, SoftmaxOf25000Columns) {
   const Gradient g = make_gradient({3, 25000, 4}, Mode::kHighPerformance);

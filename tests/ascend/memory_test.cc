@@ -119,7 +119,6 @@ TEST(DeviceMemory, InfoIsPlausible) {
 }
 
 // ---- copies
-// -----------------------------------------------------------------------------------------------------------
 
 std::vector<unsigned char> pattern(std::size_t bytes) {
   std::vector<unsigned char> result(bytes);

@@ -202,6 +202,42 @@ TEST(Process, ResetDeviceWaitsForQueuedWork) {
   });
 }
 
+TEST(Process, StreamsEndWithTheirDevice) {
+  EXPECT_IN_FRESH_PROCESS({
+    EXPECT_EQ(aclrtSetDevice(0), ACL_SUCCESS);
+    aclrtStream stream = nullptr;
+    EXPECT_EQ(aclrtCreateStream(&stream), ACL_SUCCESS);
+    EXPECT_EQ(aclrtResetDevice(0), ACL_SUCCESS);
+    char memory[8] = {};
+    EXPECT_NE(aclrtMemsetAsync(memory, 8, 1, 8, stream), ACL_SUCCESS);
+    EXPECT_NE(aclrtSynchronizeStream(stream), ACL_SUCCESS);
+    EXPECT_NE(aclrtDestroyStream(stream), ACL_SUCCESS);
+    EXPECT_EQ(aclrtSetDevice(0), ACL_SUCCESS);
+    EXPECT_NE(aclrtSynchronizeStream(stream), ACL_SUCCESS) << "a new life of the device";
+  });
+}
+
+TEST(Process, StreamsEndWithTheirContext) {
+  EXPECT_IN_FRESH_PROCESS({
+    aclrtContext context = nullptr;
+    aclrtStream stream = nullptr;
+    EXPECT_EQ(aclrtCreateContext(&context, 0), ACL_SUCCESS);
+    EXPECT_EQ(aclrtCreateStream(&stream), ACL_SUCCESS);
+    static bool ran = false;
+    EXPECT_EQ(aclrtLaunchHostFunc(
+                  stream,
+                  [](void*) {
+                    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+                    ran = true;
+                  },
+                  nullptr),
+              ACL_SUCCESS);
+    EXPECT_EQ(aclrtDestroyContext(context), ACL_SUCCESS);
+    EXPECT_TRUE(ran) << "queued work is finished first";
+    EXPECT_NE(aclrtSynchronizeStream(stream), ACL_SUCCESS);
+  });
+}
+
 TEST(Process, ExitWithStreamsAndWorkLeftDoesNotHangOrCrash) {
   EXPECT_EXIT(
       {

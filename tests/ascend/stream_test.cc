@@ -229,6 +229,77 @@ TEST(Stream, NullArgumentsAreRefused) {
   EXPECT_EQ(aclrtDestroyEvent(event), ACL_SUCCESS);
 }
 
+TEST(Stream, ManyAtOnce) {
+  constexpr int kStreams = 64;
+  std::atomic<int> done{0};
+  std::vector<aclrtStream> streams(kStreams);
+  for (aclrtStream& stream : streams) {
+    ASSERT_EQ(aclrtCreateStream(&stream), ACL_SUCCESS);
+    ASSERT_EQ(aclrtLaunchHostFunc(
+                  stream, [](void* counter) { ++*static_cast<std::atomic<int>*>(counter); }, &done),
+              ACL_SUCCESS);
+  }
+  EXPECT_EQ(aclrtSynchronizeDevice(), ACL_SUCCESS);
+  EXPECT_EQ(done, kStreams);
+  for (aclrtStream stream : streams) EXPECT_EQ(aclrtDestroyStream(stream), ACL_SUCCESS);
+}
+
+TEST(Stream, MadeFedAndDestroyedByManyThreadsAtOnce) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([] {
+      ASSERT_EQ(aclrtSetDevice(0), ACL_SUCCESS);
+      std::atomic<int> done{0};
+      for (int i = 0; i < 30; ++i) {
+        aclrtStream stream = nullptr;
+        aclrtEvent event = nullptr;
+        ASSERT_EQ(aclrtCreateStream(&stream), ACL_SUCCESS);
+        ASSERT_EQ(aclrtCreateEvent(&event), ACL_SUCCESS);
+        EXPECT_EQ(
+            aclrtLaunchHostFunc(
+                stream, [](void* counter) { ++*static_cast<std::atomic<int>*>(counter); }, &done),
+            ACL_SUCCESS);
+        EXPECT_EQ(aclrtRecordEvent(event, stream), ACL_SUCCESS);
+        EXPECT_EQ(aclrtSynchronizeEvent(event), ACL_SUCCESS);
+        EXPECT_EQ(done, i + 1);
+        EXPECT_EQ(aclrtDestroyStream(stream), ACL_SUCCESS);
+        EXPECT_EQ(aclrtDestroyEvent(event), ACL_SUCCESS);
+      }
+      ASSERT_EQ(aclrtResetDevice(0), ACL_SUCCESS);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(Stream, HostFunctionsMayCallTheInterface) {
+  Stream first, second;
+  struct Argument {
+    aclrtStream stream;
+    std::vector<int> list;
+    aclError launched = -1, freed = -1;
+    std::string message;
+  } argument{second, {}, -1, -1, {}};
+  ASSERT_EQ(aclrtLaunchHostFunc(
+                first,
+                [](void* self) {
+                  auto* a = static_cast<Argument*>(self);
+                  a->launched = aclrtLaunchHostFunc(
+                      a->stream,
+                      [](void* list) { static_cast<std::vector<int>*>(list)->push_back(1); },
+                      &a->list);
+                  a->freed = aclrtFree(nullptr);
+                  a->message = take_message();
+                },
+                &argument),
+            ACL_SUCCESS);
+  EXPECT_EQ(aclrtSynchronizeStream(first), ACL_SUCCESS);
+  EXPECT_EQ(aclrtSynchronizeStream(second), ACL_SUCCESS);
+  EXPECT_EQ(argument.launched, ACL_SUCCESS);
+  EXPECT_EQ(argument.freed, kInvalidParam);
+  EXPECT_FALSE(argument.message.empty());
+  EXPECT_EQ(argument.list.size(), 1u);
+}
+
 // Every function that takes a handle, given one that was destroyed, one that never was, and one of
 // another kind.
 TEST(Handles, StaleForeignAndConfusedOnesAreRefusedEverywhere) {
@@ -306,7 +377,6 @@ TEST(Handles, StaleForeignAndConfusedOnesAreRefusedEverywhere) {
 }
 
 // ---- events
-// -----------------------------------------------------------------------------------------------------------
 
 class Event {
  public:
@@ -488,7 +558,6 @@ TEST(Event, WithTheIpcFlagCannotBeResetQueriedOrTimed) {
 }
 
 // ---- callbacks
-// --------------------------------------------------------------------------------------------------------
 
 TEST(Callback, RunsOnTheSubscribedThreadInProcessReport) {
   Stream stream;
@@ -554,7 +623,6 @@ TEST(Callback, ReportTimesOut) {
 }
 
 // ---- failing work
-// -----------------------------------------------------------------------------------------------------
 
 // A gradient whose row 1 has a target that this shard does not have.
 Gradient failing_gradient() {

@@ -24,7 +24,6 @@
 namespace ascend_test {
 
 // ---- 16-bit floating point, written from the formats' definitions
-// -----------------------------------------------------
 
 // Rounds to nearest, ties to even, once. Overflow gives infinity; NaN gives a quiet NaN.
 std::uint16_t half_bits(double value);
@@ -37,7 +36,6 @@ double rounded(aclDataType dtype, double value);
 double unit_roundoff(aclDataType dtype);
 
 // ---- error texts
-// ------------------------------------------------------------------------------------------------------
 
 // The calling thread's error text, taken and cleared; empty when there is none.
 std::string take_message();
@@ -45,7 +43,6 @@ std::string take_message();
 bool names(const std::string& text, const std::string& name);
 
 // ---- memory
-// -----------------------------------------------------------------------------------------------------------
 
 // The byte that fills memory nobody asked the library to touch. As bf16 or fp16 it is a plain small
 // number, so a kernel that reads a gap gives wrong results instead of NaN that might hide
@@ -136,7 +133,6 @@ class Array {
 };
 
 // ---- random numbers
-// ---------------------------------------------------------------------------------------------------
 
 // A small generator whose numbers are the same on every platform.
 class Random {
@@ -156,7 +152,6 @@ class Random {
 void fill_exact(Array& array, std::uint64_t seed, std::int64_t magnitude = 12);
 
 // ---- the three operators
-// ----------------------------------------------------------------------------------------------
 
 using Prepare = std::function<aclnnStatus(std::uint64_t*, aclOpExecutor**)>;
 using LaunchFunction = aclnnStatus (*)(void*, std::uint64_t, aclOpExecutor*, aclrtStream);
@@ -206,7 +201,6 @@ struct Gradient {
 };
 
 // ---- float64
-// ----------------------------------------------------------------------------------------------------------
 
 // Logits in float64, rounded to the operand type when `round` is set; row-major [BT, V].
 std::vector<double> reference_logits(const Array& input, const Array& weight, bool round);
@@ -236,7 +230,6 @@ void expect_gradients(const Gradient& gradient, const std::vector<double>& grad_
 void expect_forward(const Forward& forward);
 
 // ---- streams
-// ----------------------------------------------------------------------------------------------------------
 
 // A host function that keeps a stream busy until it is opened. Declare it behind the stream: its
 // end opens it, and the stream's end waits for it. What the host function needs outlives both.

@@ -2,7 +2,7 @@
 // Tensors, scalars, arrays and lists: what they remember, who owns what.
 #include <gtest/gtest.h>
 
-#include <memory>
+#include <thread>
 
 #include "aclnn/aclnn_base.h"
 #include "support.h"
@@ -247,6 +247,39 @@ TEST(Arrays, KnowTheirSizes) {
   aclScalar* scalar = aclCreateScalar(&number, ACL_DOUBLE);
   EXPECT_NE(scalar, nullptr);
   EXPECT_EQ(aclDestroyScalar(scalar), 0);
+}
+
+TEST(Dump, IsAcceptedAndWritesNothing) {
+  const std::int64_t dims[] = {2};
+  float data[2] = {1, 2};
+  aclTensor* tensor = aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, data);
+  aclTensor* tensors[] = {tensor, tensor};
+  EXPECT_EQ(aclDumpOpTensors("Operator", "name", tensors, 1, 1, nullptr), 0);
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
+}
+
+TEST(Handles, AreMadeAndEndedByManyThreadsAtOnce) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([] {
+      const std::int64_t dims[] = {3};
+      for (int i = 0; i < 300; ++i) {
+        aclTensor* tensor =
+            aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, nullptr);
+        aclIntArray* array = aclCreateIntArray(dims, 1);
+        std::uint64_t size = 0;
+        aclOpExecutor* executor = nullptr;
+        EXPECT_EQ(aclnnFusedCrossEntropyLossWithMaxSumGetWorkspaceSize(
+                      tensor, tensor, tensor, 0, nullptr, nullptr, nullptr, tensor, nullptr, &size,
+                      &executor),
+                  0);
+        EXPECT_EQ(aclDestroyAclOpExecutor(executor), 0);
+        EXPECT_EQ(aclDestroyIntArray(array), 0);
+        EXPECT_EQ(aclDestroyTensor(tensor), 0);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 TEST(AclnnBase, InitAndFinalizeAreOptionalAndHarmless) {
