@@ -599,12 +599,11 @@ std::optional<DType> rounding_of_token(const GradientOperands& operands,
 }
 
 // grad_logits of the listed tokens and vocabulary rows: the definition. weight and input hold these
-// rows in double. underflow: as measured by the token's own grad, or by the largest of all (the sum
-// over tokens needs one scale).
+// rows in double.
 GradLogitsBlock grad_logits_of(const GradientOperands& operands, const GradientOptions& options,
                                std::span<const int64_t> tokens, const Matrix& input,
                                const Matrix& input_squared, std::span<const int64_t> vocabulary,
-                               const Matrix& weight, double largest_grad) {
+                               const Matrix& weight) {
   const DType multiply = options.multiply.value_or(operands.input.dtype);
   const bool recomputes = !operands.softmax.has_value();
   LogitsBlock logits_block;
@@ -629,7 +628,7 @@ GradLogitsBlock grad_logits_of(const GradientOperands& operands, const GradientO
     GradLogitsError error;
     error.multiply = multiply;
     error.scale = std::abs(grad + grad_logsumexp);
-    const double scale_from = largest_grad > 0.0 ? largest_grad : largest_grad_of(operands, b);
+    const double scale_from = largest_grad_of(operands, b);
     error.underflow = grad_logits_underflow(multiply, scale_from);
     const double f16_scale = multiply == DType::f16 && std::isfinite(scale_from)
                                  ? std::exp2(-std::ilogb(scale_from))
@@ -753,7 +752,7 @@ Gradient grad_input(const GradientOperands& operands, const GradientOptions& opt
       const auto chunk = slice(vocabulary, v0, std::min(v0 + kVocabularyChunk, V));
       const Matrix weight = read_rows(operands.weight, chunk, multiply);
       const GradLogitsBlock g =
-          grad_logits_of(operands, options, block_tokens, input, input_squared, chunk, weight, 0.0);
+          grad_logits_of(operands, options, block_tokens, input, input_squared, chunk, weight);
       add_gradient(g, weight, multiply, block.value, sums);
     }
     for (int64_t i = 0; i < block.value.rows; ++i) {
@@ -798,11 +797,8 @@ Gradient grad_weight(const GradientOperands& operands, const GradientOptions& op
   ErrorSums sums(result.value.rows, H);
 
   std::vector<int64_t> tokens;
-  double largest_grad = 0.0;
   for (int64_t b = 0; b < BT; ++b) {
-    if (!contributes(operands, b)) continue;
-    tokens.push_back(b);
-    largest_grad = std::max(largest_grad, largest_grad_of(operands, b));
+    if (contributes(operands, b)) tokens.push_back(b);
   }
   const auto n_tokens = static_cast<int64_t>(tokens.size());
   for (int64_t b0 = 0; b0 < n_tokens; b0 += kVocabularyChunk) {
@@ -813,8 +809,8 @@ Gradient grad_weight(const GradientOperands& operands, const GradientOptions& op
       const int64_t r1 = std::min(r0 + kVocabularyChunk, result.value.rows);
       const auto chunk = slice(result.rows, r0, r1);
       const Matrix weight = read_rows(operands.weight, chunk, multiply);
-      GradLogitsBlock g = grad_logits_of(operands, options, chunk_tokens, input, input_squared,
-                                         chunk, weight, largest_grad);
+      GradLogitsBlock g =
+          grad_logits_of(operands, options, chunk_tokens, input, input_squared, chunk, weight);
       if (!operands.logsumexp_deviation.empty()) {
         // One error per token: independent along this sum.
         for (int64_t i = 0; i < g.value.rows; ++i) {

@@ -37,7 +37,7 @@ TEST(Tolerance, SpacingIsTheDistanceOfNeighbours) {
 
 class ToleranceTest : public testing::TestWithParam<Arithmetic> {};
 INSTANTIATE_TEST_SUITE_P(PerType, ToleranceTest, testing::ValuesIn(all_arithmetics()),
-                         [](const auto& info) { return info.param.name; });
+                         [](const auto& arithmetic) { return arithmetic.param.name; });
 
 const Shape kShape{.BT = 61, .V = 509, .H = 96};
 

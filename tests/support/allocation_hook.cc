@@ -5,13 +5,10 @@
 #include <cerrno>
 #include <cstddef>
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || \
-    __has_feature(memory_sanitizer)
-#define LOGITLESS_NO_ALLOCATION_HOOK
-#endif
-#endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || !defined(__GLIBC__)
+#include "tests/support/sanitizers.h"
+
+// The __libc_ functions behind the replaced ones are glibc's.
+#if LOGITLESS_SANITIZED || !defined(__GLIBC__)
 #define LOGITLESS_NO_ALLOCATION_HOOK
 #endif
 

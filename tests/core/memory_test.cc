@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// A running operator allocates nothing once the threads exist, and touches nothing but its
+// operands, outputs and exactly the workspace its plan asked for.
+#include <gtest/gtest.h>
+
+#include "logitless/loss.h"
+#include "tests/support/allocation_hook.h"
+#include "tests/support/cases.h"
+#include "tests/support/isa_test.h"
+
+namespace logitless::test {
+namespace {
+
+class Allocation : public IsaTest {
+ protected:
+  void SetUp() override {
+    if (!allocation_hook_available()) GTEST_SKIP() << "the sanitizer owns malloc";
+  }
+};
+LOGITLESS_INSTANTIATE_PER_ISA(Allocation);
+
+TEST_P(Allocation, TheHookCounts) {
+  const AllocationGuard guard;
+  std::vector<int> v(1000, 1);
+  EXPECT_GT(guard.allocations(), 0);
+  EXPECT_EQ(v.back(), 1);
+}
+
+TEST_P(Allocation, ForwardAllocatesNothing) {
+  for (const Arithmetic& arithmetic : all_arithmetics()) {
+    for (const auto rounding : {LogitsRounding::none, LogitsRounding::operand}) {
+      for (const bool filtered : {false, true}) {
+        ForwardCase c = make_forward_case({.BT = 100, .V = 1000, .H = 64}, arithmetic,
+                                          {.weight = {.transposed = true}});
+        c.rounding = rounding;
+        c.logits = DType::f32;
+        if (filtered) c.ignore_index = c.target.get_index(3);
+        ForwardResult r = make_forward_outputs(c);
+        const auto plan = plan_forward(c.shape, c.types(), options());
+        const auto workspace = guarded_workspace(plan->workspace_bytes());
+        const ForwardOperands operands = c.operands();
+        const ForwardOutputs outputs = outputs_of(c, r);
+        ASSERT_TRUE(run(*plan, operands, outputs, workspace));  // now the threads exist
+        int64_t allocations = -1;
+        bool ok = false;
+        {
+          const AllocationGuard guard;
+          ok = static_cast<bool>(run(*plan, operands, outputs, workspace));
+          allocations = guard.allocations();
+        }
+        EXPECT_TRUE(ok);
+        EXPECT_EQ(allocations, 0) << c.describe();
+      }
+    }
+  }
+}
+
+TEST_P(Allocation, GradientAllocatesNothing) {
+  for (const Arithmetic& arithmetic : all_arithmetics()) {
+    for (const auto mode : {GradientMode::memory_saving, GradientMode::high_performance}) {
+      for (const bool accumulate : {false, true}) {
+        // Little memory: many chunks, every accumulator in use.
+        GradientCase c = make_gradient_case(
+            make_forward_case({.BT = 100, .V = 1000, .H = 64}, arithmetic), {.mode = mode});
+        c.grad_input->accumulate = c.grad_weight->accumulate = accumulate;
+        for (const int64_t limit : {int64_t{0}, int64_t{1} << 19}) {
+          PlanOptions o = options();
+          o.workspace_limit_bytes = limit;
+          const auto plan = plan_gradient(c.shape, c.types(), o);
+          if (!plan) continue;
+          GradientResult r = make_gradient_outputs(c);
+          const auto workspace = guarded_workspace(plan->workspace_bytes());
+          const GradientOperands operands = c.operands();
+          const GradientOutputs outputs = outputs_of(r);
+          ASSERT_TRUE(run(*plan, operands, outputs, workspace));
+          int64_t allocations = -1;
+          bool ok = false;
+          {
+            const AllocationGuard guard;
+            ok = static_cast<bool>(run(*plan, operands, outputs, workspace));
+            allocations = guard.allocations();
+          }
+          EXPECT_TRUE(ok);
+          EXPECT_EQ(allocations, 0) << c.describe() << ", limit " << limit;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Allocation, MergeAndLossAllocateNothing) {
+  const int64_t BT = 20000, V = 10;
+  std::vector<float> a(BT, 1.0f), b(BT, 2.0f), out(BT), softmax(BT * V), logits(BT * V);
+  const std::vector<uint8_t> mask(BT / 8);
+  const ConstVectorView va = vector_view<float>(std::span<const float>(a));
+  const ConstVectorView vb = vector_view<float>(std::span<const float>(b));
+  const std::vector<ShardStatistics> shards{{va, vb, va, ConstMaskView(mask.data(), BT)},
+                                            {vb, va, va, ConstMaskView(mask.data(), BT)}};
+  std::vector<float> sum(BT), predicted(BT);
+  const MergeOutputs merged{vector_view<float>(std::span<float>(out)),
+                            vector_view<float>(std::span<float>(sum)),
+                            vector_view<float>(std::span<float>(predicted))};
+  LossOperands operands{va, vb, va};
+  operands.logits = matrix_view<float>(static_cast<const float*>(logits.data()), BT, V);
+  LossOutputs outputs{vector_view<float>(std::span<float>(out))};
+  outputs.softmax = matrix_view<float>(softmax.data(), BT, V);
+  const auto merge = plan_merge(BT, 2, options());
+  const auto loss = plan_loss(BT, V, {.softmax_logits = DType::f32}, options());
+  ASSERT_TRUE(run(*merge, shards, merged));
+  ASSERT_TRUE(run(*loss, operands, outputs));
+  int64_t allocations = -1;
+  bool ok = false;
+  {
+    const AllocationGuard guard;
+    ok = static_cast<bool>(run(*merge, shards, merged)) &&
+         static_cast<bool>(run(*loss, operands, outputs));
+    allocations = guard.allocations();
+  }
+  EXPECT_TRUE(ok);
+  EXPECT_EQ(allocations, 0);
+}
+
+// Workspace contents from another run, or of any kind, are no input.
+TEST_P(Allocation, WhatTheWorkspaceHoldsIsNoInput) {
+  const ForwardCase c = make_forward_case({.BT = 37, .V = 333, .H = 40}, all_arithmetics()[1]);
+  const GradientCase g =
+      make_gradient_case(make_forward_case({.BT = 37, .V = 333, .H = 40}, all_arithmetics()[1]));
+  const auto forward = plan_forward(c.shape, c.types(), options());
+  const auto gradient = plan_gradient(g.shape, g.types(), options());
+  std::vector<uint64_t> first, first_gradient;
+  for (const int fill : {0x00, 0xff, 0x7f, 0x3c}) {
+    ForwardResult r = make_forward_outputs(c);
+    auto workspace = guarded_workspace(forward->workspace_bytes());
+    std::fill(workspace.begin(), workspace.end(), static_cast<std::byte>(fill));
+    ASSERT_TRUE(run(*forward, c.operands(), outputs_of(c, r), workspace));
+    if (first.empty()) first = r.bits();
+    EXPECT_EQ(r.bits(), first) << fill;
+    GradientResult gradients = make_gradient_outputs(g);
+    workspace = guarded_workspace(gradient->workspace_bytes());
+    std::fill(workspace.begin(), workspace.end(), static_cast<std::byte>(fill));
+    ASSERT_TRUE(run(*gradient, g.operands(), outputs_of(gradients), workspace));
+    if (first_gradient.empty()) first_gradient = gradients.bits();
+    EXPECT_EQ(gradients.bits(), first_gradient) << fill;
+  }
+}
+
+}  // namespace
+}  // namespace logitless::test
