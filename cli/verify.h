@@ -35,7 +35,7 @@ Sample choose_sample(const Case& c, const SampleOptions& options);
 struct VerifyOptions {
   int64_t shards = 1;
   bool full = false;
-  RunSettings run;
+  RunSettings run = {};
   StageObserver after = {};  // see operators.h
   std::function<void(const std::string&)> progress = {};
 };

@@ -7,9 +7,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 #include "tests/cli/scratch.h"
@@ -61,6 +63,20 @@ Program::~Program() {
   }
   std::error_code ignored;
   std::filesystem::remove_all(folder_, ignored);
+}
+
+void Program::wait_for_handler(int signal) const {
+  const std::string status = "/proc/" + std::to_string(pid_) + "/status";
+  for (int i = 0; i < 3000; ++i) {
+    // SigCgt: the caught signals, one bit each.
+    std::istringstream words(read_file(status));
+    for (std::string word; words >> word;) {
+      if (word != "SigCgt:") continue;
+      words >> word;
+      if ((std::stoull(word, nullptr, 16) >> (signal - 1)) & 1U) return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
 }
 
 void Program::send(int signal) const {

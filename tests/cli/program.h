@@ -23,6 +23,8 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
+  // Waits until the program handles `signal` itself, at most half a minute.
+  void wait_for_handler(int signal) const;
   void send(int signal) const;
   ProgramResult wait();
 

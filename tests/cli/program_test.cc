@@ -272,7 +272,8 @@ TEST_F(ProgramTest, CtrlCLeavesNoHalfFile) {
       {"gradient", path, "--shards", "64", "--threads", "1", "--out", out}};
   for (const std::vector<std::string>& command : commands) {
     Program program(command);
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    program.wait_for_handler(SIGINT);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
     program.send(SIGINT);
     const ProgramResult result = program.wait();
     EXPECT_EQ(result.exit_code, 130) << command[0] << ": " << result.out << result.err;

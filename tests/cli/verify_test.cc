@@ -142,7 +142,7 @@ TEST(Verify, JudgesEveryStage) {
 
 class VerifyMutants : public testing::TestWithParam<test::MutantInfo> {};
 INSTANTIATE_TEST_SUITE_P(All, VerifyMutants, testing::ValuesIn(test::all_mutants()),
-                         [](const auto& info) { return std::string(info.param.name); });
+                         [](const auto& mutant) { return std::string(mutant.param.name); });
 
 // The very mistakes that a kernel could make are seen, and seen where they were made.
 TEST_P(VerifyMutants, AreCaught) {
