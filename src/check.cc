@@ -226,7 +226,11 @@ Result<void> check_types(const ForwardTypes& types) {
   return {};
 }
 
-Result<void> check_types(const GradientTypes& types) {
+namespace {
+
+// Types of both gradients, of whichever operator makes them.
+template <class Types>
+Result<void> check_gradient_types(const Types& types) {
   if (auto ok = check_operand_types(types.operand, types.multiply, types.target); !ok) return ok;
   const struct {
     const char* name;
@@ -240,6 +244,38 @@ Result<void> check_types(const GradientTypes& types) {
   }
   return {};
 }
+
+// The gradients' buffers: present exactly when planned, and of the planned shape and type.
+template <class Types, class Outputs>
+Result<void> check_gradient_outputs(const Shape& shape, const Types& types, const Outputs& out) {
+  const struct {
+    const char* name;
+    const std::optional<GradientOutput>& planned;
+    const std::optional<MatrixView>& view;
+    int64_t rows;
+    const char* rows_name;
+  } matrices[] = {{"grad_input", types.grad_input, out.grad_input, shape.BT, "BT"},
+                  {"grad_weight", types.grad_weight, out.grad_weight, shape.V, "V"}};
+  for (const auto& m : matrices) {
+    if (m.planned.has_value() != m.view.has_value()) {
+      return invalid(std::string(m.name) + (m.planned
+                                                ? ": absent, but the plan was made with it"
+                                                : ": given, but the plan was made without it"));
+    }
+    if (!m.planned) continue;
+    if (auto ok = check_matrix(m.name, *m.view, m.rows, m.rows_name, shape.H, "H",
+                               {m.planned->dtype}, Access::output);
+        !ok) {
+      return ok;
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<void> check_types(const GradientTypes& types) { return check_gradient_types(types); }
+Result<void> check_types(const LossAndGradientTypes& types) { return check_gradient_types(types); }
 
 Result<void> check(const ForwardPlanData& plan, const ForwardOperands& in,
                    const ForwardOutputs& out, std::span<std::byte> workspace) {
@@ -424,26 +460,40 @@ Result<void> check(const GradientPlanData& plan, const GradientOperands& in,
                      : check_vector("sum_exp_logits", *in.sum_exp_logits, BT, kF32, Access::input);
       });
   if (!rules) return rules;
-  const struct {
-    const char* name;
-    const std::optional<GradientOutput>& planned;
-    const std::optional<MatrixView>& view;
-    int64_t rows;
-    const char* rows_name;
-  } matrices[] = {{"grad_input", types.grad_input, out.grad_input, BT, "BT"},
-                  {"grad_weight", types.grad_weight, out.grad_weight, V, "V"}};
-  for (const auto& m : matrices) {
-    if (m.planned.has_value() != m.view.has_value()) {
-      return invalid(std::string(m.name) + (m.planned
-                                                ? ": absent, but the plan was made with it"
-                                                : ": given, but the plan was made without it"));
-    }
-    if (!m.planned) continue;
-    if (auto ok = check_matrix(m.name, *m.view, m.rows, m.rows_name, H, "H", {m.planned->dtype},
-                               Access::output);
-        !ok) {
-      return ok;
-    }
+  if (auto ok = check_gradient_outputs(plan.shape, types, out); !ok) return ok;
+  return check_workspace(workspace, plan.workspace_bytes);
+}
+
+Result<void> check(const LossAndGradientPlanData& plan, const LossAndGradientOperands& in,
+                   const LossAndGradientOutputs& out, std::span<std::byte> workspace) {
+  const int64_t BT = plan.shape.BT;
+  const int64_t V = plan.shape.V;
+  const int64_t H = plan.shape.H;
+  const LossAndGradientTypes& types = plan.types;
+  const auto optional_vector = [&](const char* name, const auto& view, const auto& dtypes,
+                                   Access access) {
+    return view ? check_vector(name, *view, BT, dtypes, access) : Result<void>();
+  };
+  const auto rules = first_error(
+      [&] {
+        return check_matrix("input", in.input, BT, "BT", H, "H", {types.operand}, Access::input);
+      },
+      [&] {
+        return check_matrix("weight", in.weight, V, "V", H, "H", {types.operand}, Access::input);
+      },
+      [&] { return check_vector("target", in.target, BT, {types.target}, Access::input); },
+      [&] { return optional_vector("counts", in.rows.counts, kU8, Access::input); },
+      [&] { return optional_vector("token_weights", in.token_weights, kF32, Access::input); },
+      [&] { return check_vector("loss", out.loss, BT, kF32, Access::output); },
+      [&] { return optional_vector("logits_max", out.logits_max, kF32, Access::output); },
+      [&] { return optional_vector("sum_exp_logits", out.sum_exp_logits, kF32, Access::output); },
+      [&] {
+        return optional_vector("predicted_logits", out.predicted_logits, kF32, Access::output);
+      },
+      [&] { return check_gradient_outputs(plan.shape, types, out); });
+  if (!rules) return rules;
+  if (in.normalizer && !(*in.normalizer != 0)) {
+    return invalid("normalizer is " + std::to_string(*in.normalizer) + ", must not be 0 or NaN");
   }
   return check_workspace(workspace, plan.workspace_bytes);
 }

@@ -16,6 +16,7 @@ inline namespace LOGITLESS_ABI_NAMESPACE {
 Result<void> check_shape(const Shape& shape);
 Result<void> check_types(const ForwardTypes& types);
 Result<void> check_types(const GradientTypes& types);
+Result<void> check_types(const LossAndGradientTypes& types);
 Result<void> check_options(const PlanOptions& options);
 
 Result<void> check(const ForwardPlanData& plan, const ForwardOperands& operands,
@@ -26,6 +27,8 @@ Result<void> check(const LossPlanData& plan, const LossOperands& operands,
                    const LossOutputs& outputs);
 Result<void> check(const GradientPlanData& plan, const GradientOperands& operands,
                    const GradientOutputs& outputs, std::span<std::byte> workspace);
+Result<void> check(const LossAndGradientPlanData& plan, const LossAndGradientOperands& operands,
+                   const LossAndGradientOutputs& outputs, std::span<std::byte> workspace);
 
 }  // namespace LOGITLESS_ABI_NAMESPACE
 }  // namespace logitless

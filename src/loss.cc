@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "check.h"
+#include "loss_row.h"
 #include "plan.h"
 #include "team.h"
 #include "views.h"
@@ -86,12 +87,9 @@ Result<void> run(const LossPlan& plan, const LossOperands& in, const LossOutputs
       const bool counts = !in.counts || byte_at(*in.counts, b);
       const float max = f32_at(in.logits_max, b);
       const float sum = f32_at(in.sum_exp_logits, b);
-      const float log_sum = std::log(sum);
-      // A row that saw nothing but -inf has no softmax: undefined, as frameworks say.
-      const float loss = max == -kInf ? std::numeric_limits<float>::quiet_NaN()
-                                      : log_sum - f32_at(in.predicted_logits, b);
+      const float loss = loss_of_row(max, sum, f32_at(in.predicted_logits, b));
       set_f32(out.loss, b, counts ? loss : 0.0f);
-      if (out.logsumexp) set_f32(*out.logsumexp, b, counts ? log_sum + max : 0.0f);
+      if (out.logsumexp) set_f32(*out.logsumexp, b, counts ? std::log(sum) + max : 0.0f);
       if (!out.softmax) continue;
       if (!counts) {
         zero_row(*out.softmax, b);

@@ -65,6 +65,22 @@ std::string target_text(const Target& t) {
          std::to_string(t.gemm->mr) + " x " + std::to_string(t.gemm->nr);
 }
 
+// Where an output is summed, in words.
+std::string where_text(const std::optional<GradientOutput>& output, Accumulator a) {
+  if (!output) return std::string("not wanted");
+  std::string text = name_of(output->dtype);
+  if (output->accumulate) text += ", added to what the buffer holds";
+  switch (a) {
+    case Accumulator::none:
+      return text + ", complete in one step";
+    case Accumulator::output:
+      return text + ", summed in the output itself";
+    case Accumulator::workspace:
+      return text + ", summed in fp32 in the workspace";
+  }
+  return text;
+}
+
 Error too_small(const PlanOptions& options, int64_t least) {
   return Error{ErrorKind::limit_too_small,
                "workspace_limit_bytes is " + std::to_string(options.workspace_limit_bytes) +
@@ -73,7 +89,8 @@ Error too_small(const PlanOptions& options, int64_t least) {
 
 // ---- forward -----------------------------------------------------------------------------------
 
-// Fills the layout for these blocks; returns the workspace's bytes.
+}  // namespace
+
 int64_t lay_out(ForwardPlanData& p) {
   const cpu::GemmKernels& g = *p.target.gemm;
   const int64_t units = ceil_div(p.shape.H, g.k_unit);
@@ -83,8 +100,11 @@ int64_t lay_out(ForwardPlanData& p) {
   p.weight_panels = l.add(p.chunk_segments * seg_panels * units * g.nr * 4);
   p.tiles_stride = round_up(int64_t{p.group} * seg_panels * g.mr * g.nr * 4, kAlignment);
   p.tiles = l.add(p.target.threads * p.tiles_stride);
-  p.partial_max = l.add(p.chunk_segments * p.token_block * 4);
-  p.partial_sum = l.add(p.chunk_segments * p.token_block * 4);
+  const int64_t segments = p.held ? ceil_div(p.shape.V, cpu::kSegmentColumns) : p.chunk_segments;
+  p.partial_max = l.add(segments * p.token_block * 4);
+  p.partial_sum = l.add(segments * p.token_block * 4);
+  p.held_tiles =
+      l.add(p.held ? ceil_div(p.token_block, g.mr) * p.vocab_panels() * p.held_tile_bytes() : 0);
   p.row_index = l.add(p.token_block * 8);
   p.local_target = l.add(p.token_block * 8);
   p.run_max = l.add(p.token_block * 4);
@@ -92,6 +112,8 @@ int64_t lay_out(ForwardPlanData& p) {
   p.predicted = l.add(p.token_block * 4);
   return p.workspace_bytes = l.bytes();
 }
+
+namespace {
 
 // Tokens in blocks, as many rows per block as fit, since weight is packed once per block; weight in
 // chunks of segments, few, since a chunk only has to keep the threads busy between two barriers.
@@ -163,12 +185,14 @@ Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
 
 // ---- gradient ----------------------------------------------------------------------------------
 
+}  // namespace
+
 int64_t lay_out(GradientPlanData& p) {
   const cpu::GemmKernels& g = *p.target.gemm;
   const int64_t BT = p.shape.BT;
   const int64_t V = p.shape.V;
   const int64_t H = p.shape.H;
-  const bool recompute = p.types.mode == GradientMode::memory_saving;
+  const bool recompute = p.source == SoftmaxSource::logits;
   const bool want_input = p.types.grad_input.has_value();
   const bool want_weight = p.types.grad_weight.has_value();
   const int64_t h_units = ceil_div(H, g.k_unit);
@@ -219,6 +243,8 @@ int64_t lay_out(GradientPlanData& p) {
   return p.workspace_bytes = l.bytes();
 }
 
+namespace {
+
 // Estimated cycles of one thread's share, products left out (they are the same for every plan):
 // packing, accumulators moving in and out, barriers.
 double overhead_cycles(const GradientPlanData& p) {
@@ -232,7 +258,7 @@ double overhead_cycles(const GradientPlanData& p) {
   constexpr double kTileTraffic = 0.5;    // a tile of an accumulator in and out
   constexpr double kOutputTraffic = 1.5;  // the same through a strided or transposed output
   constexpr double kBarriers = 60e3;      // three per cell, with the wait for the slowest thread
-  const bool recompute = p.types.mode == GradientMode::memory_saving;
+  const bool recompute = p.source == SoftmaxSource::logits;
   const bool want_input = p.types.grad_input.has_value();
   const bool want_weight = p.types.grad_weight.has_value();
   const double pack_weight = V * H * ((recompute ? kPackRows : 0) + (want_input ? kPackCols : 0)) *
@@ -320,7 +346,152 @@ Result<void> choose_schedule(GradientPlanData& p, const PlanOptions& options) {
   return {};
 }
 
+// ---- loss and gradient
+// ----------------------------------------------------------------------------
+
+int64_t default_limit(const Shape& s, const LossAndGradientTypes& types) {
+  const auto matrix = [](int64_t rows, int64_t cols, DType type) {
+    return static_cast<double>(rows) * static_cast<double>(cols) *
+           static_cast<double>(size_of(type));
+  };
+  double bytes = matrix(s.BT, s.H, types.operand) + matrix(s.V, s.H, types.operand);
+  if (types.grad_input) bytes += matrix(s.BT, s.H, types.grad_input->dtype);
+  if (types.grad_weight) bytes += matrix(s.V, s.H, types.grad_weight->dtype);
+  return std::max(kLossAndGradientWorkspaceBytes, static_cast<int64_t>(1.25 * bytes));
+}
+
+int64_t lay_out(LossAndGradientPlanData& p) {
+  Layout l;
+  p.logits_max = l.add(p.shape.BT * 4);
+  p.sum_exp_logits = l.add(p.shape.BT * 4);
+  p.predicted_logits = l.add(p.shape.BT * 4);
+  if (p.one_pass) {
+    p.forward_base = l.add(lay_out(p.forward));
+    p.gradient_base = l.add(lay_out(p.gradient));
+  } else {
+    p.grad = l.add(p.shape.BT * 4);
+    p.operators =
+        l.add(std::max(p.forward_plan->workspace_bytes(), p.gradient_plan->workspace_bytes()));
+  }
+  return p.workspace_bytes = l.bytes();
+}
+
+// Estimated cycles of one thread beyond the three products: what long blocks save.
+double one_pass_overhead(const LossAndGradientPlanData& p) {
+  const double blocks = static_cast<double>(ceil_div(p.shape.BT, p.forward.token_block));
+  const double pack = 0.35 * static_cast<double>(p.shape.V) * static_cast<double>(p.shape.H);
+  return blocks * pack / p.target.threads + overhead_cycles(p.gradient);
+}
+
+// The blocks of one pass: the fewest cycles within the limit. False if nothing fits.
+bool choose_one_pass(LossAndGradientPlanData& p) {
+  const cpu::GemmKernels& g = *p.target.gemm;
+  p.forward.shape = p.gradient.shape = p.shape;
+  p.forward.target = p.gradient.target = p.target;
+  p.forward.types.operand = p.gradient.types.operand = p.types.operand;
+  p.forward.types.multiply = p.gradient.types.multiply = p.types.multiply;
+  p.forward.types.target = p.gradient.types.target = p.types.target;
+  p.gradient.types.grad_input = p.types.grad_input;
+  p.gradient.types.grad_weight = p.types.grad_weight;
+  p.gradient.source = SoftmaxSource::held;
+  p.gradient.vocab_outside = false;
+  p.forward.held = p.target.multiply == DType::bf16 ? DType::bf16 : DType::f32;
+  const int64_t units = ceil_div(p.shape.H, g.k_unit);
+  const int64_t segments = std::max<int64_t>(1, ceil_div(p.shape.V, cpu::kSegmentColumns));
+  p.forward.chunk_segments = std::clamp<int64_t>(
+      (int64_t{4} << 20) / std::max<int64_t>(1, units * cpu::kSegmentColumns * 4), 1, segments);
+  p.forward.group = static_cast<int>(
+      std::clamp<int64_t>(p.target.l2_bytes / 2 / std::max<int64_t>(1, units * g.mr * 4), 1, 8));
+  const auto vocab_sizes = chunk_sizes(p.shape.V, g.nr, {2240, 1792, 1344, 896, 448, 224});
+  bool found = false;
+  double best_cost = 0;
+  LossAndGradientPlanData best;
+  for (const int64_t vocab_chunk : vocab_sizes) {
+    // Fewer than 64 tokens a block: packing weight again costs more than the fourth product.
+    for (int64_t blocks = 1; blocks <= std::max<int64_t>(1, p.shape.BT / 64); ++blocks) {
+      LossAndGradientPlanData c = p;
+      const int64_t block = std::max<int64_t>(g.mr, round_up(ceil_div(p.shape.BT, blocks), g.mr));
+      c.forward.token_block = c.gradient.token_chunk = block;
+      c.gradient.vocab_chunk = vocab_chunk;
+      if (lay_out(c) > p.limit_bytes) continue;
+      const double cost = one_pass_overhead(c);
+      if (!found || cost < best_cost) {
+        found = true;
+        best_cost = cost;
+        best = c;
+      }
+      break;  // shorter blocks only cost more
+    }
+  }
+  if (found) p = best;
+  return found;
+}
+
+Result<void> choose_recompute(LossAndGradientPlanData& p, PlanOptions options) {
+  options.isa = p.target.isa;
+  options.threads = p.target.threads;
+  const int64_t rows_bytes = 4 * round_up(p.shape.BT * 4, kAlignment);
+  const bool limited = options.workspace_limit_bytes > 0;
+  if (limited) {
+    options.workspace_limit_bytes =
+        std::max<int64_t>(1, options.workspace_limit_bytes - rows_bytes);
+  }
+  ForwardTypes forward{
+      .operand = p.types.operand, .multiply = p.types.multiply, .target = p.types.target};
+  GradientTypes gradient{.operand = p.types.operand,
+                         .multiply = p.types.multiply,
+                         .target = p.types.target,
+                         .grad_input = p.types.grad_input,
+                         .grad_weight = p.types.grad_weight};
+  auto forward_plan = plan_forward(p.shape, forward, options);
+  if (!forward_plan) return forward_plan.error();
+  auto gradient_plan = plan_gradient(p.shape, gradient, options);
+  if (!gradient_plan) return gradient_plan.error();
+  p.one_pass = false;
+  p.forward_plan = *forward_plan;
+  p.gradient_plan = *gradient_plan;
+  lay_out(p);
+  return {};
+}
+
 }  // namespace
+
+Result<LossAndGradientPlan> plan_loss_and_gradient(const Shape& shape,
+                                                   const LossAndGradientTypes& types,
+                                                   const PlanOptions& options, Strategy strategy) {
+  if (auto ok = check_shape(shape); !ok) return ok.error();
+  if (auto ok = check_types(types); !ok) return ok.error();
+  auto target = choose_target(options, types.operand, types.multiply);
+  if (!target) return target.error();
+  auto data = std::make_shared<LossAndGradientPlanData>();
+  data->shape = shape;
+  data->types = types;
+  data->target = *target;
+  const bool limited = options.workspace_limit_bytes > 0;
+  data->limit_bytes = limited ? options.workspace_limit_bytes : default_limit(shape, types);
+  const std::string limit =
+      (limited ? "the limit of " : "the default limit of ") + bytes_text(data->limit_bytes);
+  if (strategy != Strategy::recompute) {
+    if (choose_one_pass(*data)) {
+      data->why = strategy == Strategy::one_pass ? "asked for" : "fits " + limit;
+      return LossAndGradientPlan(std::move(data));
+    }
+    if (strategy == Strategy::one_pass) {
+      // What the shortest blocks that make sense would take.
+      LossAndGradientPlanData least = *data;
+      least.limit_bytes = INT64_MAX;
+      least.shape.BT = std::min<int64_t>(shape.BT, 64);
+      choose_one_pass(least);
+      return Error{ErrorKind::limit_too_small,
+                   "workspace_limit_bytes: one pass does not fit " + limit + "; about " +
+                       std::to_string(least.workspace_bytes) +
+                       " bytes are the least, or the strategy must be recompute"};
+    }
+  }
+  data->why = strategy == Strategy::recompute ? "asked for" : "one pass does not fit " + limit;
+  if (auto ok = choose_recompute(*data, options); !ok) return ok.error();
+  return LossAndGradientPlan(std::move(data));
+}
 
 Result<ForwardPlan> plan_forward(const Shape& shape, const ForwardTypes& types,
                                  const PlanOptions& options) {
@@ -380,6 +551,8 @@ Result<GradientPlan> plan_gradient(const Shape& shape, const GradientTypes& type
   auto data = std::make_shared<GradientPlanData>();
   data->shape = shape;
   data->types = types;
+  data->source =
+      types.mode == GradientMode::memory_saving ? SoftmaxSource::logits : SoftmaxSource::softmax;
   data->target = *target;
   if (auto ok = choose_schedule(*data, options); !ok) return ok.error();
   return GradientPlan(std::move(data));
@@ -428,6 +601,40 @@ std::string LossPlan::describe() const {
          " threads\n";
 }
 
+int64_t LossAndGradientPlan::workspace_bytes() const { return data_->workspace_bytes; }
+int LossAndGradientPlan::threads() const { return data_->target.threads; }
+Isa LossAndGradientPlan::isa() const { return data_->target.isa; }
+Strategy LossAndGradientPlan::strategy() const {
+  return data_->one_pass ? Strategy::one_pass : Strategy::recompute;
+}
+const Shape& LossAndGradientPlan::shape() const { return data_->shape; }
+const LossAndGradientTypes& LossAndGradientPlan::types() const { return data_->types; }
+
+std::string LossAndGradientPlan::describe() const {
+  const LossAndGradientPlanData& p = *data_;
+  std::string text = "loss and gradient " + shape_text(p.shape) + ", " + name_of(p.types.operand) +
+                     ", " + (p.one_pass ? "one pass" : "recompute") + ": " + p.why + "\n";
+  if (!p.one_pass) {
+    return text + p.forward_plan->describe() + p.gradient_plan->describe() + "  workspace " +
+           bytes_text(p.workspace_bytes) + " (" + std::to_string(p.workspace_bytes) + " bytes)\n";
+  }
+  text += "  " + target_text(p.target) + "\n";
+  text += "  tokens in " + std::to_string(ceil_div(p.shape.BT, p.forward.token_block)) +
+          " blocks of " + std::to_string(p.forward.token_block) + "; vocabulary in chunks of " +
+          std::to_string(p.gradient.vocab_chunk) + "; exponentials held as " +
+          name_of(*p.forward.held) + "\n";
+  text +=
+      "  grad_input " + where_text(p.types.grad_input, p.gradient.grad_input_accumulator) + "\n";
+  text +=
+      "  grad_weight " + where_text(p.types.grad_weight, p.gradient.grad_weight_accumulator) + "\n";
+  text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +
+          std::to_string(p.workspace_bytes) + " bytes): held " +
+          bytes_text(ceil_div(p.forward.token_block, p.target.gemm->mr) * p.forward.vocab_panels() *
+                     p.forward.held_tile_bytes()) +
+          ", accumulator " + bytes_text(p.gradient.accumulator_bytes) + "\n";
+  return text;
+}
+
 int64_t GradientPlan::workspace_bytes() const { return data_->workspace_bytes; }
 int GradientPlan::threads() const { return data_->target.threads; }
 Isa GradientPlan::isa() const { return data_->target.isa; }
@@ -436,20 +643,6 @@ const GradientTypes& GradientPlan::types() const { return data_->types; }
 
 std::string GradientPlan::describe() const {
   const GradientPlanData& p = *data_;
-  const auto where = [](const std::optional<GradientOutput>& output, Accumulator a) {
-    if (!output) return std::string("not wanted");
-    std::string text = name_of(output->dtype);
-    if (output->accumulate) text += ", added to what the buffer holds";
-    switch (a) {
-      case Accumulator::none:
-        return text + ", complete in one step";
-      case Accumulator::output:
-        return text + ", summed in the output itself";
-      case Accumulator::workspace:
-        return text + ", summed in fp32 in the workspace";
-    }
-    return text;
-  };
   std::string text =
       "gradient " + shape_text(p.shape) + ", " + name_of(p.types.operand) +
       (p.types.mode == GradientMode::memory_saving ? ", memory-saving (softmax recomputed)\n"
@@ -461,8 +654,8 @@ std::string GradientPlan::describe() const {
                              " chunks of " + std::to_string(p.token_chunk);
   text += "  outside " + (p.vocab_outside ? vocab : tokens) + "; inside " +
           (p.vocab_outside ? tokens : vocab) + "\n";
-  text += "  grad_input " + where(p.types.grad_input, p.grad_input_accumulator) + "\n";
-  text += "  grad_weight " + where(p.types.grad_weight, p.grad_weight_accumulator) + "\n";
+  text += "  grad_input " + where_text(p.types.grad_input, p.grad_input_accumulator) + "\n";
+  text += "  grad_weight " + where_text(p.types.grad_weight, p.grad_weight_accumulator) + "\n";
   text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +
           std::to_string(p.workspace_bytes) + " bytes), of it accumulator " +
           bytes_text(p.accumulator_bytes) + "\n";

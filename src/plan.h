@@ -4,12 +4,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "cpu/kernels.h"
 #include "logitless/forward.h"
 #include "logitless/gradient.h"
 #include "logitless/loss.h"
+#include "logitless/loss_and_gradient.h"
 
 namespace logitless {
 inline namespace LOGITLESS_ABI_NAMESPACE {
@@ -17,6 +19,8 @@ inline namespace LOGITLESS_ABI_NAMESPACE {
 inline constexpr int64_t kAlignment = 64;
 inline constexpr int64_t kForwardWorkspaceBytes = int64_t{16} << 20;   // default limit, H <= 8192
 inline constexpr int64_t kGradientWorkspaceBytes = int64_t{64} << 20;  // beside the accumulator
+
+inline constexpr int64_t kLossAndGradientWorkspaceBytes = int64_t{256} << 20;  // or 1.25 x data
 
 inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -71,9 +75,15 @@ struct ForwardPlanData {
   int64_t token_block = 0;     // rows whose packed input is held at a time
   int64_t chunk_segments = 0;  // segments of weight packed at a time
   int group = 0;               // token panels that share one walk over a segment
+  // One pass: the exponentials of a block's logits are kept, in this type, as tiles
+  // [token panel][vocabulary panel][mr][nr], and the statistics of all its segments.
+  std::optional<DType> held;
+  int64_t held_tiles = 0;
+  int64_t vocab_panels() const { return ceil_div(shape.V, target.gemm->nr); }
+  int64_t held_tile_bytes() const { return target.gemm->mr * target.gemm->nr * size_of(*held); }
   // Workspace offsets in bytes.
   int64_t input_panels = 0, weight_panels = 0, tiles = 0, tiles_stride = 0;
-  int64_t partial_max = 0, partial_sum = 0;         // [chunk_segments][token_block]
+  int64_t partial_max = 0, partial_sum = 0;         // [chunk_segments, or all if held][token_block]
   int64_t row_index = 0, local_target = 0;          // [token_block] i64
   int64_t run_max = 0, run_sum = 0, predicted = 0;  // [token_block] f32
   int64_t workspace_bytes = 0;
@@ -86,9 +96,17 @@ enum class Accumulator : uint8_t {
   workspace = 2,  // fp32 tiles in the workspace
 };
 
+// What a tile of grad_logits is made of.
+enum class SoftmaxSource : uint8_t {
+  logits = 0,   // recomputed
+  softmax = 1,  // given by the caller
+  held = 2,     // exponentials kept by the same call's forward
+};
+
 struct GradientPlanData {
   Shape shape;
   GradientTypes types;
+  SoftmaxSource source = SoftmaxSource::logits;
   Target target;
   // The outer loop; the inner loop runs over the other dimension. Vocabulary outside completes
   // rows of grad_weight as it goes, tokens outside rows of grad_input.
@@ -111,12 +129,35 @@ struct GradientPlanData {
   int64_t workspace_bytes = 0;
 };
 
+struct LossAndGradientPlanData {
+  Shape shape;
+  LossAndGradientTypes types;
+  Target target;
+  bool one_pass = true;
+  std::string why;
+  int64_t limit_bytes = 0;
+  // One pass: both halves, each with its own part of the workspace.
+  ForwardPlanData forward;
+  GradientPlanData gradient;
+  int64_t forward_base = 0, gradient_base = 0;
+  // Recompute: the operators one after the other, over one workspace.
+  std::optional<ForwardPlan> forward_plan;
+  std::optional<GradientPlan> gradient_plan;
+  int64_t logits_max = 0, sum_exp_logits = 0, predicted_logits = 0, grad = 0;  // [BT] f32
+  int64_t operators = 0;                                                       // their workspace
+  int64_t workspace_bytes = 0;
+};
+
 struct MergePlanData {
   int64_t BT = 0;
   int64_t shards = 0;
   int threads = 1;
   const cpu::Kernels* kernels = nullptr;
 };
+
+// Fills the offsets for the blocks chosen; returns the workspace's bytes.
+int64_t lay_out(ForwardPlanData& plan);
+int64_t lay_out(GradientPlanData& plan);
 
 struct LossPlanData {
   int64_t BT = 0;

@@ -54,11 +54,12 @@ struct GradRow {
   float max;      // logits_max
   float inv_sum;  // 1 / sum_exp_logits
   float grad;
-  float grad_lse;     // d loss / d logsumexp
-  float f16_scale;    // power of two that brings the larger of the two to [1, 2); 1 if not fp16
-  float f16_unscale;  // its inverse
-  int64_t target;     // local vocabulary index, -1 if the target is elsewhere
-  bool round_logits;  // logits are rounded to the operand type first
+  float grad_lse;      // d loss / d logsumexp
+  float f16_scale;     // power of two that brings the larger of the two to [1, 2); 1 if not fp16
+  float f16_unscale;   // its inverse
+  int64_t target;      // local vocabulary index, -1 if the target is elsewhere
+  float target_p = 0;  // softmax of the target, where the tile holds rounded exponentials
+  bool round_logits;   // logits are rounded to the operand type first
 };
 
 struct GradTileOptions {
@@ -79,6 +80,13 @@ struct Kernels {
   // Error of the sum: (panels * nr / lanes + log2(lanes) + 4) * 2^-24 relative, first order.
   void (*segment_stats)(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
                         float* max, float* sum);
+  // The same statistics, and the exponentials they are made of are kept:
+  //   held[p][r][c] = exp(tiles[p][r][c] - max[r]), as bf16 (nearest even) or f32,
+  // one panel `held_stride` bytes behind the other. A row of -inf holds zeros. The sum is made of
+  // the values before they are rounded: the same bits as segment_stats.
+  void (*segment_stats_held)(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
+                             float* max, float* sum, DType held_type, void* held,
+                             int64_t held_stride);
   // Merges part b of count rows into part a, in place: the one merge, of segments and of shards.
   //   max = max(a, b); sum = sum_a exp(max_a - max) + sum_b exp(max_b - max)
   // (-inf) - (-inf) is never formed: a part that has seen nothing is (-inf, 0) and adds nothing. A
@@ -91,6 +99,12 @@ struct Kernels {
   // index of its first column.
   void (*grad_tile)(float* tile, int count, int nr, int64_t v0, const GradRow* rows,
                     const GradTileOptions& options);
+  // tile [count][nr] = grad_logits from held exponentials: softmax = held * factors[r], but for the
+  // target, whose softmax is rows[r].target_p. Rows whose gradients are 0 become 0 whatever they
+  // hold.
+  void (*grad_tile_held)(DType held_type, const void* held, const float* factors, float* tile,
+                         int count, int nr, int64_t v0, const GradRow* rows,
+                         const GradTileOptions& options);
   // out[i] = exp(x[i] - max) * inv_sum
   void (*softmax)(const float* x, int64_t count, float max, float inv_sum, float* out);
   // exp: within 2 ulp of the exact value for every float; exp(-inf) = 0, exp(NaN) = NaN.

@@ -19,9 +19,12 @@ namespace {
 //         (-inf) - (-inf) is never formed.
 // Why     max first, then sum: the segment is still in the cache, and the online update
 //         (arXiv:1805.02867) would spend an extra exp at every new maximum.
-template <class V>
-void segment_stats(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
-                   float* max, float* sum) {
+//
+// Hold(panel, row, column, exponentials) is called once per vector.
+template <class V, class Hold>
+[[gnu::always_inline]] inline void segment_rows(const float* tiles, int64_t tile_stride, int panels,
+                                                int nr, int rows, float* max, float* sum,
+                                                const Hold& hold) {
   using F = typename V::F;
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (int r = 0; r < rows; ++r) {
@@ -35,7 +38,9 @@ void segment_stats(const float* tiles, int64_t tile_stride, int panels, int nr, 
     F s = V::zero();
     for (int p = 0; p < panels; ++p) {
       for (int c = 0; c < nr; c += V::kLanes) {
-        s = V::add(s, exp_vector<V>(V::sub(V::load(row + p * tile_stride + c), base)));
+        const F e = exp_vector<V>(V::sub(V::load(row + p * tile_stride + c), base));
+        s = V::add(s, e);
+        hold(p, r, c, e);
       }
     }
     sum[r] = V::reduce_add(s);
@@ -48,6 +53,31 @@ void segment_stats(const float* tiles, int64_t tile_stride, int panels, int nr, 
         }
       }
     }
+  }
+}
+
+template <class V>
+void segment_stats(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
+                   float* max, float* sum) {
+  segment_rows<V>(tiles, tile_stride, panels, nr, rows, max, sum,
+                  [](int, int, int, typename V::F) {});
+}
+
+template <class V>
+void segment_stats_held(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
+                        float* max, float* sum, logitless::DType held_type, void* held,
+                        int64_t held_stride) {
+  auto* bytes = static_cast<unsigned char*>(held);
+  if (held_type == logitless::DType::bf16) {
+    segment_rows<V>(tiles, tile_stride, panels, nr, rows, max, sum,
+                    [&](int p, int r, int c, typename V::F e) {
+                      V::store_bf16(bytes + p * held_stride + (int64_t{r} * nr + c) * 2, e);
+                    });
+  } else {
+    segment_rows<V>(
+        tiles, tile_stride, panels, nr, rows, max, sum, [&](int p, int r, int c, typename V::F e) {
+          V::store(reinterpret_cast<float*>(bytes + p * held_stride) + int64_t{r} * nr + c, e);
+        });
   }
 }
 
@@ -155,6 +185,52 @@ void grad_tile(float* tile, int count, int nr, int64_t v0, const logitless::cpu:
   }
   if (options.round_to_f16) return grad_rows<V, false, true>(tile, count, nr, v0, rows, options);
   return grad_rows<V, false, false>(tile, count, nr, v0, rows, options);
+}
+
+// The same from held exponentials. One product per element: softmax's factor and the gradient are
+// multiplied first.
+template <class V, logitless::cpu::PackSource kHeld>
+void grad_rows_held(const unsigned char* held, const float* factors, float* tile, int count, int nr,
+                    int64_t v0, const logitless::cpu::GradRow* rows,
+                    const logitless::cpu::GradTileOptions& options) {
+  using F = typename V::F;
+  constexpr int64_t kBytes = kHeld == logitless::cpu::PackSource::bf16 ? 2 : 4;
+  for (int r = 0; r < count; ++r) {
+    const logitless::cpu::GradRow& row = rows[r];
+    float* x = tile + int64_t{r} * nr;
+    if (row.grad == 0.0f) {
+      for (int c = 0; c < nr; c += V::kLanes) V::store(x + c, V::zero());
+      continue;
+    }
+    const float grad = options.round_to_f16 ? row.grad * row.f16_scale : row.grad;
+    const F factor = V::set1(factors[r] * grad);
+    const F unscale = V::set1(row.f16_unscale);
+    const auto* e = held + int64_t{r} * nr * kBytes;
+    for (int c = 0; c < nr; c += V::kLanes) {
+      F g = V::mul(V::template load_as<kHeld>(e + c * kBytes), factor);
+      if (options.round_to_f16) g = V::mul(V::round_f16(g), unscale);
+      V::store(x + c, g);
+    }
+    const int64_t target = row.target - v0;
+    if (row.target >= 0 && target >= 0 && target < nr) {
+      F g = V::set1((row.target_p - 1.0f) * grad);
+      if (options.round_to_f16) g = V::mul(V::round_f16(g), unscale);
+      V::store_first(x + target, g, 1);
+    }
+  }
+}
+
+template <class V>
+void grad_tile_held(logitless::DType held_type, const void* held, const float* factors, float* tile,
+                    int count, int nr, int64_t v0, const logitless::cpu::GradRow* rows,
+                    const logitless::cpu::GradTileOptions& options) {
+  using logitless::cpu::PackSource;
+  const auto* bytes = static_cast<const unsigned char*>(held);
+  if (held_type == logitless::DType::bf16) {
+    grad_rows_held<V, PackSource::bf16>(bytes, factors, tile, count, nr, v0, rows, options);
+  } else {
+    grad_rows_held<V, PackSource::f32>(bytes, factors, tile, count, nr, v0, rows, options);
+  }
 }
 
 // out[i] = f(x[i]) for any count; the tail goes through a padded vector, so every element sees the

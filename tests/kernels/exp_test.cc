@@ -57,6 +57,7 @@ TEST_P(Exp, SampledFloatsAreWithinTwoUlp) {
 }
 
 TEST_P(Exp, ExhaustiveFloatsAreWithinTwoUlp) {
+  SKIP_REPEATED_VECTOR_CODE();
   const double worst = worst_error(kernels(), 1);
   std::printf("%s: worst error %.3f ulp of %.0f permitted\n", name_of(GetParam()), worst,
               kPermittedUlp);

@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward pass: input, weight, target -> logits_max, sum_exp_logits, predicted_logits, masks.
+//
+//   for each block of tokens                        rows that count, compacted
+//     pack input                                    A panels, once
+//     for each chunk of the vocabulary
+//       pack weight                                 B panels
+//       for each (group of token panels, segment)   one owner each
+//         logits tile by tile -> a segment's buffer (in L2)
+//         max and sum of exp per row and segment    -> partial statistics
+//       merge the segments of the chunk in order    one owner per row
+//
+// Which segment a column belongs to depends on the column alone, and segments are merged in
+// ascending order, so threads, chunks and blocks leave no trace in the bits.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "cpu/constants.h"
+#include "logitless/forward.h"
+#include "plan.h"
+#include "team.h"
+#include "views.h"
+
+namespace logitless {
+inline namespace LOGITLESS_ABI_NAMESPACE {
+
+inline constexpr int64_t kNoTarget = -1;
+
+class ForwardPass {
+ public:
+  ForwardPass(const ForwardPlanData& plan, const ForwardOperands& in, const ForwardOutputs& out,
+              std::byte* workspace, Stop& stop)
+      : p_(plan),
+        g_(*plan.target.gemm),
+        k_(*plan.target.kernels),
+        in_(in),
+        out_(out),
+        ws_(workspace),
+        stop_(stop),
+        start_(in.vocab_start_index),
+        end_(in.vocab_end_index.value_or(in.vocab_start_index + plan.shape.V)) {}
+
+  Result<void> run() {
+    write_targets();
+    run_team(p_.target.threads, [this](const Team& team) { work(team); });
+    if (stop_.requested()) return Error{ErrorKind::cancelled, "forward: cancelled"};
+    return {};
+  }
+
+  // ---- the parts, for a schedule that goes on with a block ------------------------------------
+
+  template <class T>
+  T* region(int64_t offset) const {
+    return reinterpret_cast<T*>(ws_ + offset);
+  }
+
+  bool counts(int64_t b) const {
+    if (in_.rows.counts && !byte_at(*in_.rows.counts, b)) return false;
+    return !in_.rows.ignore_index || integer_at(in_.target, b) != *in_.rows.ignore_index;
+  }
+  bool outside(int64_t target) const { return target < start_ || target >= end_; }
+  bool masked(int64_t b) const { return !counts(b) || outside(integer_at(in_.target, b)); }
+
+  void write_targets() const {
+    if (out_.target_mask) {
+      write_mask(*out_.target_mask, outside(0), [this](int64_t b) { return masked(b); });
+    }
+    if (!out_.masked_target) return;
+    for (int64_t b = 0; b < p_.shape.BT; ++b) {
+      set_integer(*out_.masked_target, b, masked(b) ? 0 : integer_at(in_.target, b) - start_);
+    }
+  }
+
+  void work(const Team& team) {
+    neutral_rows(team);
+    int64_t cursor = 0;  // every member scans alike; the first one writes the block's lists
+    while (cursor < p_.shape.BT) {
+      const int64_t rows = next_block(team, cursor);
+      if (rows == 0) break;
+      one_block(team, rows);
+      if (stop_.leave_together(team)) return;  // also: the block's lists are rewritten next
+    }
+  }
+
+  // Outputs of the rows that do not count.
+  void neutral_rows(const Team& team) const {
+    const Range mine = team.part(p_.shape.BT);
+    for (int64_t b = mine.begin; b < mine.end; ++b) {
+      if (counts(b)) continue;
+      set_f32(out_.logits_max, b, -std::numeric_limits<float>::infinity());
+      set_f32(out_.sum_exp_logits, b, 0.0f);
+      set_f32(out_.predicted_logits, b, 0.0f);
+      if (out_.logits) zero_row(*out_.logits, b);
+    }
+  }
+
+  int64_t next_block(const Team& team, int64_t& cursor) const {
+    int64_t rows = 0;
+    auto* index = region<int64_t>(p_.row_index);
+    auto* local = region<int64_t>(p_.local_target);
+    for (; cursor < p_.shape.BT && rows < p_.token_block; ++cursor) {
+      if (!counts(cursor)) continue;
+      if (team.rank() == 0) {
+        const int64_t target = integer_at(in_.target, cursor);
+        index[rows] = cursor;
+        local[rows] = outside(target) ? kNoTarget : target - start_;
+        region<float>(p_.run_max)[rows] = -std::numeric_limits<float>::infinity();
+        region<float>(p_.run_sum)[rows] = 0.0f;
+        region<float>(p_.predicted)[rows] = 0.0f;
+      }
+      ++rows;
+    }
+    team.barrier();
+    return rows;
+  }
+
+  void one_block(const Team& team, int64_t rows) {
+    const Panels panels(rows, g_.mr);
+    const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
+    const RowSelection input{in_.input, region<int64_t>(p_.row_index)};
+    const Range mine = team.part(panels.count);
+    for (int64_t i = mine.begin; i < mine.end && !stop_.requested(); ++i) {
+      pack_row_panel(p_.target, input, panels.begin(i), panels.size(i), g_.mr,
+                     region<float>(p_.input_panels) + i * units * g_.mr);
+    }
+    const int64_t segments = ceil_div(p_.shape.V, cpu::kSegmentColumns);
+    for (int64_t s0 = 0; s0 < segments; s0 += p_.chunk_segments) {
+      const int64_t count = std::min(p_.chunk_segments, segments - s0);
+      pack_weight(team, s0, count);
+      team.barrier();
+      const auto mine_of = team.rectangle(ceil_div(panels.count, p_.group), count);
+      for (int64_t s = mine_of.cols.begin; s < mine_of.cols.end; ++s) {
+        for (int64_t i = mine_of.rows.begin; i < mine_of.rows.end; ++i) {
+          segment(team, panels, i * p_.group, s0, s);
+        }
+      }
+      if (stop_.leave_together(team)) return;
+      merge_segments(team, rows, s0, count);
+    }
+    finish(team.part(rows));
+  }
+
+ private:
+  int segment_panels() const { return cpu::kSegmentColumns / g_.nr; }
+
+  void pack_weight(const Team& team, int64_t s0, int64_t segments) {
+    const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
+    const int64_t v0 = s0 * cpu::kSegmentColumns;
+    const int64_t columns = std::min(segments * cpu::kSegmentColumns, p_.shape.V - v0);
+    const RowSelection weight{in_.weight, nullptr, v0};
+    const Range mine = team.part(ceil_div(columns, g_.nr));
+    for (int64_t i = mine.begin; i < mine.end && !stop_.requested(); ++i) {
+      const int64_t begin = i * g_.nr;
+      pack_row_panel(p_.target, weight, begin,
+                     static_cast<int>(std::min<int64_t>(g_.nr, columns - begin)), g_.nr,
+                     region<float>(p_.weight_panels) + i * units * g_.nr);
+    }
+  }
+
+  // Logits of up to `group` token panels against segment s of the chunk, then their statistics.
+  void segment(const Team& team, const Panels& panels, int64_t panel0, int64_t s0, int64_t s) {
+    const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
+    const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
+    const int64_t v0 = (s0 + s) * cpu::kSegmentColumns;
+    const int columns = static_cast<int>(std::min<int64_t>(cpu::kSegmentColumns, p_.shape.V - v0));
+    const int vocab_panels = static_cast<int>(ceil_div(columns, g_.nr));
+    const int64_t group = std::min<int64_t>(p_.group, panels.count - panel0);
+    float* tiles = region<float>(p_.tiles + team.rank() * p_.tiles_stride);
+    const int64_t panel_stride = segment_panels() * tile_floats;
+    for (int v = 0; v < vocab_panels; ++v) {
+      if (stop_.requested()) return;
+      const float* b = region<float>(p_.weight_panels) + (s * segment_panels() + v) * units * g_.nr;
+      for (int64_t i = 0; i < group; ++i) {
+        const float* a = region<float>(p_.input_panels) + (panel0 + i) * units * g_.mr;
+        g_.tile(Panels::tile_rows(panels.size(panel0 + i)), a, b, units,
+                tiles + i * panel_stride + v * tile_floats, false);
+      }
+    }
+    for (int64_t i = 0; i < group; ++i) {
+      statistics(panels, panel0 + i, tiles + i * panel_stride, v0, columns, partial(s0, s));
+    }
+  }
+
+  void statistics(const Panels& panels, int64_t panel, float* tiles, int64_t v0, int columns,
+                  int64_t part) {
+    const int64_t row0 = panels.begin(panel);
+    const int rows = panels.size(panel);
+    const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
+    const int vocab_panels = static_cast<int>(ceil_div(columns, g_.nr));
+    if (p_.types.logits_rounding == LogitsRounding::operand) {
+      for (int v = 0; v < vocab_panels; ++v) {
+        k_.round_values(tiles + v * tile_floats, int64_t{rows} * g_.nr, p_.target.multiply);
+      }
+    }
+    if (out_.logits) store_logits(row0, rows, tiles, v0, columns);
+    // Columns beyond the vocabulary count as -inf.
+    for (int c = columns; c < vocab_panels * g_.nr; ++c) {
+      for (int r = 0; r < rows; ++r) {
+        tiles[c / g_.nr * tile_floats + int64_t{r} * g_.nr + c % g_.nr] =
+            -std::numeric_limits<float>::infinity();
+      }
+    }
+    float* max = region<float>(p_.partial_max) + part + row0;
+    float* sum = region<float>(p_.partial_sum) + part + row0;
+    if (p_.held) {
+      std::byte* held = region<std::byte>(p_.held_tiles) +
+                        (panel * p_.vocab_panels() + v0 / g_.nr) * p_.held_tile_bytes();
+      k_.segment_stats_held(tiles, tile_floats, vocab_panels, g_.nr, rows, max, sum, *p_.held, held,
+                            p_.held_tile_bytes());
+    } else {
+      k_.segment_stats(tiles, tile_floats, vocab_panels, g_.nr, rows, max, sum);
+    }
+    const int64_t* local = region<int64_t>(p_.local_target) + row0;
+    for (int r = 0; r < rows; ++r) {
+      const int64_t c = local[r] - v0;
+      if (local[r] == kNoTarget || c < 0 || c >= columns) continue;
+      region<float>(p_.predicted)[row0 + r] =
+          tiles[c / g_.nr * tile_floats + int64_t{r} * g_.nr + c % g_.nr];
+    }
+  }
+
+  void store_logits(int64_t row0, int rows, const float* tiles, int64_t v0, int columns) const {
+    const int64_t* index = region<int64_t>(p_.row_index) + row0;
+    for (int c = 0; c < columns; c += g_.nr) {
+      const float* tile = tiles + int64_t{c} * g_.mr;
+      for (int r = 0; r < rows; ++r) {
+        store_row(k_, *out_.logits, index[r], v0 + c, std::min(g_.nr, columns - c),
+                  tile + int64_t{r} * g_.nr);
+      }
+    }
+  }
+
+  // Where segment s of the chunk that begins at s0 keeps its statistics.
+  int64_t partial(int64_t s0, int64_t s) const { return (p_.held ? s0 + s : s) * p_.token_block; }
+
+  void merge_segments(const Team& team, int64_t rows, int64_t s0, int64_t segments) {
+    float* max = region<float>(p_.run_max);
+    float* sum = region<float>(p_.run_sum);
+    const Range mine = team.part(rows);
+    for (int64_t s = 0; s < segments; ++s) {
+      const int64_t part = partial(s0, s) + mine.begin;
+      k_.merge_rows(max + mine.begin, sum + mine.begin, region<float>(p_.partial_max) + part,
+                    region<float>(p_.partial_sum) + part, mine.size());
+    }
+  }
+
+  void finish(const Range& rows) const {
+    const int64_t* index = region<int64_t>(p_.row_index);
+    const int64_t* local = region<int64_t>(p_.local_target);
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
+      const float max = region<float>(p_.run_max)[r];
+      const bool has_target =
+          local[r] != kNoTarget && max != -std::numeric_limits<float>::infinity();
+      set_f32(out_.logits_max, index[r], max);
+      set_f32(out_.sum_exp_logits, index[r], region<float>(p_.run_sum)[r]);
+      set_f32(out_.predicted_logits, index[r],
+              has_target ? region<float>(p_.predicted)[r] - max : 0.0f);
+    }
+  }
+
+  const ForwardPlanData& p_;
+  const cpu::GemmKernels& g_;
+  const cpu::Kernels& k_;
+  const ForwardOperands& in_;
+  const ForwardOutputs& out_;
+  std::byte* ws_;
+  Stop& stop_;
+  int64_t start_;
+  int64_t end_;
+};
+
+}  // namespace LOGITLESS_ABI_NAMESPACE
+}  // namespace logitless

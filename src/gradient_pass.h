@@ -1,0 +1,468 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradient pass: grad_logits cell by cell -> grad_input, grad_weight.
+//
+//   for each outer chunk (vocabulary or tokens), for each inner chunk (the other)
+//     pack what changed: input as A panels by rows (logits) and by columns (grad_weight),
+//                        weight as B panels by rows (logits) and by columns (grad_input)
+//     cell:  logits tile -> grad_logits tile (in L1) -> packed twice, as A and as B panels
+//     grad_weight[chunk] += grad_logits^T . input      k = tokens of the chunk
+//     grad_input[chunk]  += grad_logits . weight       k = vocabulary rows of the chunk
+//
+// The register tile has a narrow side (mr, broadcast) and a wide one (nr, vectors). A tile of
+// grad_logits [mr tokens][nr columns] is one contiguous piece of either packed form: transposed,
+// of the A panel of its tokens; as it is, of the B panel of its columns. So both packings happen in
+// L1, right after exp. The price: grad_weight comes out as tiles [H][V] and is transposed once, on
+// its way to memory.
+//
+// Every element of an output is one running sum in ascending k, from chunk to chunk, whichever loop
+// is outside: schedules, chunks and threads leave no trace in the bits.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "cpu/constants.h"
+#include "logitless/gradient.h"
+#include "plan.h"
+#include "team.h"
+#include "views.h"
+
+namespace logitless {
+inline namespace LOGITLESS_ABI_NAMESPACE {
+
+class GradientPass {
+ public:
+  GradientPass(const GradientPlanData& plan, const GradientOperands& in, const GradientOutputs& out,
+               std::byte* workspace, Stop& stop)
+      : p_(plan),
+        g_(*plan.target.gemm),
+        k_(*plan.target.kernels),
+        in_(in),
+        out_(out),
+        ws_(workspace),
+        stop_(stop),
+        h_units_(ceil_div(plan.shape.H, plan.target.gemm->k_unit)) {}
+
+  Result<void> run() {
+    if (auto ok = count_rows(); !ok) return ok;
+    run_team(p_.target.threads, [this](const Team& team) { work(team); });
+    if (stop_.requested()) return Error{ErrorKind::cancelled, "gradient: cancelled"};
+    return {};
+  }
+
+  // ---- the parts, for a schedule that comes with rows and exponentials of its own -------------
+
+  // Exponentials kept by the forward of the same tokens, and what makes them a softmax.
+  struct Held {
+    const std::byte* tiles = nullptr;  // [token panel][vocabulary panel][mr][nr]
+    int64_t tile_bytes = 0;
+    int64_t vocab_panels = 0;
+    DType type = DType::f32;
+    const float* factors = nullptr;  // [segment][factor_stride]
+    int64_t factor_stride = 0;
+  };
+
+  template <class T>
+  T* region(int64_t offset) const {
+    return reinterpret_cast<T*>(ws_ + offset);
+  }
+  float* scratch(const Team& team) const {
+    return region<float>(p_.scratch + team.rank() * p_.scratch_stride);
+  }
+
+  bool recompute() const { return p_.source == SoftmaxSource::logits; }
+  float grad_lse(int64_t b) const {
+    return in_.grad_logsumexp ? f32_at(*in_.grad_logsumexp, b) : 0.0f;
+  }
+  bool counts(int64_t b) const {
+    if (in_.counts && !byte_at(*in_.counts, b)) return false;
+    return f32_at(in_.grad, b) != 0.0f || grad_lse(b) != 0.0f;
+  }
+  bool masked(int64_t b) const { return in_.target_mask && mask_at(*in_.target_mask, b); }
+
+  // Also the rule about data: checked before anything is written.
+  Result<void> count_rows() {
+    for (int64_t b = 0; b < p_.shape.BT; ++b) {
+      if (!counts(b)) continue;
+      ++rows_;
+      if (masked(b) || p_.shape.V == 0) continue;
+      const int64_t target = integer_at(in_.masked_target, b);
+      if (target < 0 || target >= p_.shape.V) {
+        return Error{ErrorKind::invalid_data,
+                     "masked_target[" + std::to_string(b) + "] is " + std::to_string(target) +
+                         ", must be in [0, V) = [0, " + std::to_string(p_.shape.V) +
+                         ") where target_mask is 0 and grad is not 0"};
+      }
+    }
+    return {};
+  }
+
+  struct Cell {
+    int64_t token_chunks = 0, vocab_chunks = 0;
+    int64_t token_index = -1, vocab_index = -1;
+    int64_t tokens = 0;           // rows of this chunk
+    int64_t next_row = 0;         // where the scan for the following chunk begins
+    int64_t v0 = 0, columns = 0;  // vocabulary rows of this chunk
+    int64_t token_units(int k_unit) const { return ceil_div(tokens, k_unit); }
+    int64_t vocab_units(int k_unit) const { return ceil_div(columns, k_unit); }
+  };
+
+  void work(const Team& team) {
+    fresh_zeros(team);
+    if (rows_ == 0 || p_.shape.V == 0 || p_.shape.H == 0) return;
+    const int64_t token_chunks = ceil_div(rows_, p_.token_chunk);
+    const int64_t vocab_chunks = ceil_div(p_.shape.V, p_.vocab_chunk);
+    const int64_t outer_count = p_.vocab_outside ? vocab_chunks : token_chunks;
+    const int64_t inner_count = p_.vocab_outside ? token_chunks : vocab_chunks;
+    Cell cell;
+    cell.token_chunks = token_chunks;
+    cell.vocab_chunks = vocab_chunks;
+    for (int64_t outer = 0; outer < outer_count; ++outer) {
+      for (int64_t inner = 0; inner < inner_count; ++inner) {
+        const int64_t token_index = p_.vocab_outside ? inner : outer;
+        const int64_t vocab_index = p_.vocab_outside ? outer : inner;
+        if (token_index != cell.token_index) take_tokens(team, token_index, cell);
+        if (!one_cell(team, vocab_index, cell)) return;
+      }
+    }
+  }
+
+  // False when the call is to be left.
+  bool one_cell(const Team& team, int64_t vocab_index, Cell& cell) {
+    if (vocab_index != cell.vocab_index) take_vocabulary(team, vocab_index, cell);
+    team.barrier();
+    make_grad_logits(team, cell);
+    team.barrier();
+    if (out_.grad_weight) add_grad_weight(team, cell);
+    if (out_.grad_input) add_grad_input(team, cell);
+    return !stop_.leave_together(team);
+  }
+
+  // What the products will not write: rows that do not count, and everything when nothing does.
+  void fresh_zeros(const Team& team) const {
+    if (out_.grad_input && !p_.types.grad_input->accumulate) {
+      const bool all = p_.shape.V == 0;
+      const Range mine = team.part(p_.shape.BT);
+      for (int64_t b = mine.begin; b < mine.end; ++b) {
+        if (all || !counts(b)) zero_row(*out_.grad_input, b);
+      }
+    }
+    if (out_.grad_weight && !p_.types.grad_weight->accumulate && rows_ == 0) {
+      const Range mine = team.part(p_.shape.V);
+      for (int64_t v = mine.begin; v < mine.end; ++v) zero_row(*out_.grad_weight, v);
+    }
+  }
+
+  // ---- packing ---------------------------------------------------------------------------------
+
+  void take_tokens(const Team& team, int64_t index, Cell& cell) {
+    if (index <= cell.token_index) cell.next_row = 0;  // an inner loop starts again
+    cell.token_index = index;
+    cell.tokens = 0;
+    auto* rows = region<int64_t>(p_.row_index);
+    auto* params = region<cpu::GradRow>(p_.row_params);
+    for (; cell.next_row < p_.shape.BT && cell.tokens < p_.token_chunk; ++cell.next_row) {
+      if (!counts(cell.next_row)) continue;
+      if (team.rank() == 0) {
+        rows[cell.tokens] = cell.next_row;
+        params[cell.tokens] = row_params(cell.next_row);
+      }
+      ++cell.tokens;
+    }
+    team.barrier();
+    pack_tokens(team, cell);
+  }
+
+  void pack_tokens(const Team& team, const Cell& cell) {
+    const RowSelection input{in_.input, region<int64_t>(p_.row_index)};
+    if (recompute()) {
+      const Panels panels(cell.tokens, g_.mr);
+      const Range mine = team.part(panels.count);
+      for (int64_t i = mine.begin; i < mine.end && !stop_.requested(); ++i) {
+        pack_row_panel(p_.target, input, panels.begin(i), panels.size(i), g_.mr,
+                       region<float>(p_.input_rows) + i * h_units_ * g_.mr);
+      }
+    }
+    if (!out_.grad_weight) return;
+    const Panels panels(p_.shape.H, g_.mr);
+    const Range mine = team.part(ceil_div(cell.tokens, kPackDepth));
+    for (int64_t d = mine.begin; d < mine.end && !stop_.requested(); ++d) {
+      const int64_t k0 = d * kPackDepth;
+      const int64_t k = std::min(kPackDepth, cell.tokens - k0);
+      for (int64_t i = 0; i < panels.count; ++i) {
+        pack_col_block(p_.target, input, k0, k, panels.begin(i), panels.size(i), g_.mr,
+                       region<float>(p_.input_cols) + i * cell.token_units(g_.k_unit) * g_.mr);
+      }
+    }
+  }
+
+  // The power of two that brings the larger gradient to [1, 2): p / N falls below fp16's least
+  // number. Per row, so that no row depends on another.
+  void set_f16_scale(cpu::GradRow& row) const {
+    row.f16_scale = row.f16_unscale = 1.0f;
+    if (p_.target.multiply != DType::f16) return;
+    const float size = std::max(std::fabs(row.grad), std::fabs(row.grad_lse));
+    if (!std::isfinite(size) || size == 0.0f) return;
+    const int exponent = std::clamp(std::ilogb(size), -126, 126);
+    row.f16_scale = std::ldexp(1.0f, -exponent);
+    row.f16_unscale = std::ldexp(1.0f, exponent);
+  }
+
+  cpu::GradRow row_params(int64_t b) const {
+    cpu::GradRow row{};
+    row.grad = f32_at(in_.grad, b);
+    row.grad_lse = grad_lse(b);
+    row.target = masked(b) ? -1 : integer_at(in_.masked_target, b);
+    set_f16_scale(row);
+    if (!recompute()) return row;
+    row.max = f32_at(*in_.logits_max, b);
+    row.inv_sum = 1.0f / f32_at(*in_.sum_exp_logits, b);
+    switch (p_.types.logits_rounding) {
+      case LogitsRounding::none:
+        row.round_logits = false;
+        break;
+      case LogitsRounding::operand:
+        row.round_logits = true;
+        break;
+      case LogitsRounding::infer: {
+        float rounded = row.max;
+        k_.round_values(&rounded, 1, p_.target.multiply);
+        row.round_logits = rounded == row.max;
+        break;
+      }
+    }
+    return row;
+  }
+
+  void take_vocabulary(const Team& team, int64_t index, Cell& cell) {
+    cell.vocab_index = index;
+    cell.v0 = index * p_.vocab_chunk;
+    cell.columns = std::min(p_.vocab_chunk, p_.shape.V - cell.v0);
+    const RowSelection weight{in_.weight, nullptr, cell.v0};
+    if (recompute()) {
+      const Range mine = team.part(ceil_div(cell.columns, g_.nr));
+      for (int64_t i = mine.begin; i < mine.end && !stop_.requested(); ++i) {
+        const int64_t begin = i * g_.nr;
+        pack_row_panel(p_.target, weight, begin,
+                       static_cast<int>(std::min<int64_t>(g_.nr, cell.columns - begin)), g_.nr,
+                       region<float>(p_.weight_rows) + i * h_units_ * g_.nr);
+      }
+    }
+    if (!out_.grad_input) return;
+    const Range mine = team.part(ceil_div(cell.columns, kPackDepth));
+    for (int64_t d = mine.begin; d < mine.end && !stop_.requested(); ++d) {
+      const int64_t k0 = d * kPackDepth;
+      const int64_t k = std::min(kPackDepth, cell.columns - k0);
+      for (int64_t h = 0; h < p_.shape.H; h += g_.nr) {
+        pack_col_block(p_.target, weight, k0, k, h,
+                       static_cast<int>(std::min<int64_t>(g_.nr, p_.shape.H - h)), g_.nr,
+                       region<float>(p_.weight_cols) + h * cell.vocab_units(g_.k_unit));
+      }
+    }
+  }
+
+  // ---- grad_logits -----------------------------------------------------------------------------
+
+  // A panels of about half of L2 share one walk over the B panels.
+  int64_t group_of(int64_t a_panel_bytes) const {
+    return std::clamp<int64_t>(l2_bytes_ / 2 / std::max<int64_t>(a_panel_bytes, 1), 1, 64);
+  }
+
+  // Calls tile(a, b) for this member's rectangle of panels.
+  template <class Tile>
+  void for_tiles(const Team& team, int64_t a_panels, int64_t b_panels, int64_t a_panel_bytes,
+                 const Tile& tile) {
+    const auto mine = team.rectangle(a_panels, b_panels);
+    const int64_t group = group_of(a_panel_bytes);
+    for (int64_t a0 = mine.rows.begin; a0 < mine.rows.end; a0 += group) {
+      const int64_t a1 = std::min(a0 + group, mine.rows.end);
+      for (int64_t b = mine.cols.begin; b < mine.cols.end; ++b) {
+        if (stop_.requested()) return;
+        for (int64_t a = a0; a < a1; ++a) tile(a, b);
+      }
+    }
+  }
+
+  void make_grad_logits(const Team& team, const Cell& cell) {
+    const Panels panels(cell.tokens, g_.mr);
+    const cpu::GradTileOptions options{
+        .softmax_given = p_.source == SoftmaxSource::softmax,
+        .has_grad_lse = in_.grad_logsumexp.has_value(),
+        .round_logits_to = p_.target.multiply,
+        .round_to_f16 = p_.target.multiply == DType::f16,
+    };
+    float* tile = scratch(team);
+    for_tiles(team, panels.count, ceil_div(cell.columns, g_.nr), h_units_ * g_.mr * 4,
+              [&](int64_t a, int64_t b) { grad_tile(panels, cell, options, tile, a, b); });
+  }
+
+  void grad_tile(const Panels& panels, const Cell& cell, const cpu::GradTileOptions& options,
+                 float* tile, int64_t a, int64_t b) {
+    const int64_t row0 = panels.begin(a);
+    const int rows = panels.size(a);
+    const int64_t v0 = cell.v0 + b * g_.nr;
+    const int columns = static_cast<int>(std::min<int64_t>(g_.nr, cell.columns - b * g_.nr));
+    const cpu::GradRow* params = region<cpu::GradRow>(p_.row_params) + row0;
+    switch (p_.source) {
+      case SoftmaxSource::logits:
+        g_.tile(Panels::tile_rows(rows), region<float>(p_.input_rows) + a * h_units_ * g_.mr,
+                region<float>(p_.weight_rows) + b * h_units_ * g_.nr, h_units_, tile, false);
+        k_.grad_tile(tile, rows, g_.nr, v0, params, options);
+        break;
+      case SoftmaxSource::softmax: {
+        const int64_t* index = region<int64_t>(p_.row_index) + row0;
+        for (int r = 0; r < rows; ++r) {
+          load_row(k_, *in_.softmax, index[r], v0, columns, tile + r * g_.nr);
+        }
+        k_.grad_tile(tile, rows, g_.nr, v0, params, options);
+        break;
+      }
+      case SoftmaxSource::held:
+        k_.grad_tile_held(held_.type,
+                          held_.tiles + (a * held_.vocab_panels + v0 / g_.nr) * held_.tile_bytes,
+                          held_.factors + v0 / cpu::kSegmentColumns * held_.factor_stride + row0,
+                          tile, rows, g_.nr, v0, params, options);
+        break;
+    }
+    // Columns beyond the vocabulary are exactly 0 (packing pads tokens by itself).
+    if (columns < g_.nr) {
+      for (int r = 0; r < rows; ++r) {
+        std::fill(tile + r * g_.nr + columns, tile + (r + 1) * g_.nr, 0.0f);
+      }
+    }
+
+    const cpu::PackSource source =
+        p_.target.multiply == DType::bf16 ? cpu::PackSource::f32_as_bf16 : cpu::PackSource::f32;
+    const void* pointers[32];
+    for (int r = 0; r < rows; ++r) pointers[r] = tile + r * g_.nr;
+    if (out_.grad_input) {
+      const int64_t units = cell.vocab_units(g_.k_unit);
+      float* dst =
+          region<float>(p_.grad_rows) + a * units * g_.mr + b * (g_.nr / g_.k_unit) * g_.mr;
+      g_.pack_rows(source, pointers, rows, g_.mr, columns, dst);
+    }
+    if (out_.grad_weight) {
+      const int64_t units = cell.token_units(g_.k_unit);
+      float* dst = region<float>(p_.grad_cols) + b * units * g_.nr + row0 / g_.k_unit * g_.nr;
+      g_.pack_cols(source, pointers, rows, g_.nr, g_.nr, dst);
+    }
+  }
+
+  // ---- products --------------------------------------------------------------------------------
+
+  struct Step {
+    const GradientOutput& output;
+    Accumulator accumulator;
+    float* tiles;  // of the workspace accumulator
+    bool first, last;
+  };
+
+  // One output tile: its running sum comes from where it lives, k goes on, and back it goes.
+  // load and store move a tile between the output and `c`.
+  template <class Load, class Store>
+  void add_tile(const Step& step, float* c, int rows, const float* a, const float* b,
+                int64_t k_units, const Load& load, const Store& store) {
+    const bool in_output = step.accumulator != Accumulator::workspace;
+    const bool resume = step.first ? step.output.accumulate : true;
+    if (resume && (step.first || in_output)) load(c);
+    g_.tile(rows, a, b, k_units, c, resume);
+    if (step.last || in_output) store(c);
+  }
+
+  void add_grad_weight(const Team& team, const Cell& cell) {
+    const Panels panels(p_.shape.H, g_.mr);
+    const int64_t units = cell.token_units(g_.k_unit);
+    const int64_t v_panels = ceil_div(cell.columns, g_.nr);
+    const Step step{*p_.types.grad_weight, p_.grad_weight_accumulator,
+                    region<float>(p_.grad_weight_tiles), cell.token_index == 0,
+                    cell.token_index + 1 == cell.token_chunks};
+    const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
+    const int64_t chunk_panels = ceil_div(p_.vocab_chunk, g_.nr);
+    const int64_t base = p_.vocab_outside ? 0 : cell.vocab_index * chunk_panels * panels.count;
+    const int64_t wide = round_up(g_.mr, 16);
+    float* transposed = scratch(team) + wide * g_.nr;
+    for_tiles(team, panels.count, v_panels, units * g_.mr * 4, [&](int64_t a, int64_t b) {
+      const int64_t h0 = panels.begin(a);
+      const int rows = panels.size(a);
+      const int64_t v0 = cell.v0 + b * g_.nr;
+      const int64_t columns = std::min<int64_t>(g_.nr, cell.columns - b * g_.nr);
+      float* c = step.accumulator == Accumulator::workspace
+                     ? step.tiles + (base + b * panels.count + a) * tile_floats
+                     : scratch(team);
+      add_tile(
+          step, c, Panels::tile_rows(rows), region<float>(p_.input_cols) + a * units * g_.mr,
+          region<float>(p_.grad_cols) + b * units * g_.nr, units,
+          [&](float* tile) {
+            for (int64_t v = 0; v < columns; ++v) {
+              load_row(k_, *out_.grad_weight, v0 + v, h0, rows, transposed + v * wide);
+            }
+            // wide columns become rows; the tile's buffer has only the real ones, so by way of
+            // the scratch tile when it is an accumulator's.
+            float* whole = scratch(team);
+            k_.transpose(transposed, g_.nr, static_cast<int>(wide), whole, g_.nr);
+            if (tile != whole) std::copy(whole, whole + rows * g_.nr, tile);
+          },
+          [&](const float* tile) {
+            k_.transpose(tile, rows, g_.nr, transposed, wide);
+            for (int64_t v = 0; v < columns; ++v) {
+              store_row(k_, *out_.grad_weight, v0 + v, h0, rows, transposed + v * wide);
+            }
+          });
+    });
+  }
+
+  void add_grad_input(const Team& team, const Cell& cell) {
+    const Panels panels(cell.tokens, g_.mr);
+    const int64_t units = cell.vocab_units(g_.k_unit);
+    const int64_t h_panels = ceil_div(p_.shape.H, g_.nr);
+    const Step step{*p_.types.grad_input, p_.grad_input_accumulator,
+                    region<float>(p_.grad_input_tiles), cell.vocab_index == 0,
+                    cell.vocab_index + 1 == cell.vocab_chunks};
+    const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
+    const int64_t chunk_panels = ceil_div(p_.token_chunk, g_.mr);
+    const int64_t base = p_.vocab_outside ? cell.token_index * chunk_panels * h_panels : 0;
+    const int64_t* index = region<int64_t>(p_.row_index);
+    for_tiles(team, panels.count, h_panels, units * g_.mr * 4, [&](int64_t a, int64_t b) {
+      const int64_t row0 = panels.begin(a);
+      const int rows = panels.size(a);
+      const int64_t h0 = b * g_.nr;
+      const int64_t columns = std::min<int64_t>(g_.nr, p_.shape.H - h0);
+      float* c = step.accumulator == Accumulator::workspace
+                     ? step.tiles + (base + a * h_panels + b) * tile_floats
+                     : scratch(team);
+      add_tile(
+          step, c, Panels::tile_rows(rows), region<float>(p_.grad_rows) + a * units * g_.mr,
+          region<float>(p_.weight_cols) + b * units * g_.nr, units,
+          [&](float* tile) {
+            for (int r = 0; r < rows; ++r) {
+              load_row(k_, *out_.grad_input, index[row0 + r], h0, columns, tile + r * g_.nr);
+            }
+          },
+          [&](const float* tile) {
+            for (int r = 0; r < rows; ++r) {
+              store_row(k_, *out_.grad_input, index[row0 + r], h0, columns, tile + r * g_.nr);
+            }
+          });
+    });
+  }
+
+  void set_held(const Held& held) { held_ = held; }
+
+ private:
+  const GradientPlanData& p_;
+  const cpu::GemmKernels& g_;
+  const cpu::Kernels& k_;
+  const GradientOperands& in_;
+  const GradientOutputs& out_;
+  std::byte* ws_;
+  Stop& stop_;
+  int64_t h_units_;
+  int64_t l2_bytes_ = p_.target.l2_bytes;
+  Held held_;
+  int64_t rows_ = 0;  // that count
+};
+
+}  // namespace LOGITLESS_ABI_NAMESPACE
+}  // namespace logitless

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+// A training step in three products: per block of tokens the forward pass keeps the exponentials of
+// its logits, which the gradient pass turns into grad_logits instead of multiplying again.
+//
+//   for each block of tokens
+//     forward pass of the block      exp(logit - segment maximum) -> held tiles (bf16 or fp32)
+//     settle its rows                loss; per segment and row
+//                                    factor = exp(segment maximum - row maximum) / sum
+//     for each chunk of the vocabulary
+//       grad_logits tile = held * (factor * weight of the token), the target's by itself
+//       grad_weight, grad_input      as in the gradient pass, tokens outside
+#include "logitless/loss_and_gradient.h"
+
+#include <string>
+
+#include "check.h"
+#include "forward_pass.h"
+#include "gradient_pass.h"
+#include "loss_row.h"
+
+namespace logitless {
+inline namespace LOGITLESS_ABI_NAMESPACE {
+namespace {
+
+class LossAndGradient {
+ public:
+  LossAndGradient(const LossAndGradientPlanData& plan, const LossAndGradientOperands& in,
+                  const LossAndGradientOutputs& out, std::span<std::byte> workspace,
+                  const CancelToken* cancel)
+      : p_(plan), k_(*plan.target.kernels), in_(in), out_(out), ws_(workspace), cancel_(cancel) {}
+
+  Result<void> run() {
+    if (auto ok = count_rows(); !ok) return ok;
+    statistics_.logits_max = out_.logits_max.value_or(own(p_.logits_max));
+    statistics_.sum_exp_logits = out_.sum_exp_logits.value_or(own(p_.sum_exp_logits));
+    statistics_.predicted_logits = out_.predicted_logits.value_or(own(p_.predicted_logits));
+    const ForwardOperands operands{in_.input, in_.weight, in_.target, 0, p_.shape.V, in_.rows};
+    if (auto ok = p_.one_pass ? one_pass(operands) : recompute(operands); !ok) return ok;
+    if (out_.total != nullptr) {
+      double total = 0;
+      for (int64_t b = 0; b < p_.shape.BT; ++b) {
+        if (counts(b)) total += weight(b) * static_cast<double>(f32_at(out_.loss, b));
+      }
+      *out_.total = total;
+    }
+    return {};
+  }
+
+ private:
+  VectorView own(int64_t offset) const { return {ws_.data() + offset, DType::f32, p_.shape.BT, 1}; }
+  bool counts(int64_t b) const {
+    if (in_.rows.counts && !byte_at(*in_.rows.counts, b)) return false;
+    return !in_.rows.ignore_index || integer_at(in_.target, b) != *in_.rows.ignore_index;
+  }
+  double weight(int64_t b) const {
+    const double w = in_.token_weights ? static_cast<double>(f32_at(*in_.token_weights, b)) : 1.0;
+    return w / normalizer_;
+  }
+
+  // Also the rule about data: checked before anything is written.
+  Result<void> count_rows() {
+    for (int64_t b = 0; b < p_.shape.BT; ++b) {
+      if (!counts(b)) continue;
+      ++rows_;
+      const int64_t target = integer_at(in_.target, b);
+      if (target < 0 || target >= p_.shape.V) {
+        return Error{ErrorKind::invalid_data,
+                     "target[" + std::to_string(b) + "] is " + std::to_string(target) +
+                         ", must be in [0, V) = [0, " + std::to_string(p_.shape.V) +
+                         ") where the row counts"};
+      }
+    }
+    normalizer_ =
+        in_.normalizer.value_or(in_.token_weights || rows_ == 0 ? 1.0 : static_cast<double>(rows_));
+    return {};
+  }
+
+  // Statistics -> loss of one row that counts.
+  float loss_of(int64_t b) const {
+    return loss_of_row(f32_at(statistics_.logits_max, b), f32_at(statistics_.sum_exp_logits, b),
+                       f32_at(statistics_.predicted_logits, b));
+  }
+
+  Result<void> recompute(const ForwardOperands& operands) {
+    const auto operators = ws_.subspan(static_cast<size_t>(p_.operators));
+    if (auto ok = logitless::run(*p_.forward_plan, operands, statistics_, operators, cancel_);
+        !ok) {
+      return ok;
+    }
+    const VectorView grad = own(p_.grad);
+    for (int64_t b = 0; b < p_.shape.BT; ++b) {
+      const bool here = counts(b);
+      set_f32(out_.loss, b, here ? loss_of(b) : 0.0f);
+      set_f32(grad, b, here ? static_cast<float>(weight(b)) : 0.0f);
+    }
+    GradientOperands gradient{.grad = grad,
+                              .input = in_.input,
+                              .weight = in_.weight,
+                              .masked_target = in_.target,
+                              .logits_max = statistics_.logits_max,
+                              .sum_exp_logits = statistics_.sum_exp_logits};
+    return logitless::run(*p_.gradient_plan, gradient, {out_.grad_input, out_.grad_weight},
+                          operators, cancel_);
+  }
+
+  Result<void> one_pass(const ForwardOperands& operands) {
+    Stop stop(cancel_);
+    GradientOperands unused;
+    unused.input = in_.input;
+    unused.weight = in_.weight;
+    const GradientOutputs gradients{out_.grad_input, out_.grad_weight};
+    ForwardPass forward(p_.forward, operands, statistics_, ws_.data() + p_.forward_base, stop);
+    GradientPass gradient(p_.gradient, unused, gradients, ws_.data() + p_.gradient_base, stop);
+    gradient.set_held({.tiles = forward.region<std::byte>(p_.forward.held_tiles),
+                       .tile_bytes = p_.forward.held_tile_bytes(),
+                       .vocab_panels = p_.forward.vocab_panels(),
+                       .type = *p_.forward.held,
+                       .factors = forward.region<float>(p_.forward.partial_max),
+                       .factor_stride = p_.forward.token_block});
+    run_team(p_.target.threads, [&](const Team& team) { work(team, forward, gradient, stop); });
+    if (stop.requested()) return Error{ErrorKind::cancelled, "loss_and_gradient: cancelled"};
+    return {};
+  }
+
+  void work(const Team& team, ForwardPass& forward, GradientPass& gradient, Stop& stop) {
+    forward.neutral_rows(team);
+    zero_rows(team);
+    GradientPass::Cell cell;
+    cell.token_chunks = ceil_div(rows_, p_.forward.token_block);
+    cell.vocab_chunks = ceil_div(p_.shape.V, p_.gradient.vocab_chunk);
+    int64_t cursor = 0;
+    for (int64_t block = 0; block < cell.token_chunks; ++block) {
+      const int64_t rows = forward.next_block(team, cursor);
+      forward.one_block(team, rows);
+      if (stop.leave_together(team)) return;
+      settle(team, forward, gradient, rows);
+      if (p_.shape.H == 0) {
+        team.barrier();
+        continue;
+      }
+      team.barrier();
+      cell.token_index = block;
+      cell.tokens = rows;
+      if (p_.gradient.vocab_chunk < p_.shape.V) cell.vocab_index = -1;
+      gradient.pack_tokens(team, cell);
+      for (int64_t chunk = 0; chunk < cell.vocab_chunks; ++chunk) {
+        if (!gradient.one_cell(team, chunk, cell)) return;
+      }
+    }
+  }
+
+  // Fresh gradients where the products will not write, and the loss of rows that do not count.
+  void zero_rows(const Team& team) const {
+    const Range tokens = team.part(p_.shape.BT);
+    for (int64_t b = tokens.begin; b < tokens.end; ++b) {
+      if (counts(b)) continue;
+      set_f32(out_.loss, b, 0.0f);
+      if (out_.grad_input && !p_.types.grad_input->accumulate) zero_row(*out_.grad_input, b);
+    }
+    if (rows_ > 0 || !out_.grad_weight || p_.types.grad_weight->accumulate) return;
+    const Range vocabulary = team.part(p_.shape.V);
+    for (int64_t v = vocabulary.begin; v < vocabulary.end; ++v) zero_row(*out_.grad_weight, v);
+  }
+
+  // The block's statistics are complete: losses, and what the gradient needs of each row.
+  void settle(const Team& team, const ForwardPass& forward, const GradientPass& gradient,
+              int64_t rows) const {
+    const int64_t* index = forward.region<int64_t>(p_.forward.row_index);
+    const int64_t* local = forward.region<int64_t>(p_.forward.local_target);
+    const float* max = forward.region<float>(p_.forward.run_max);
+    const float* sum = forward.region<float>(p_.forward.run_sum);
+    const float* predicted = forward.region<float>(p_.forward.predicted);
+    const Range mine = team.part(rows);
+    for (int64_t r = mine.begin; r < mine.end; ++r) {
+      const int64_t b = index[r];
+      set_f32(out_.loss, b, loss_of(b));
+      cpu::GradRow row{};
+      row.grad = static_cast<float>(weight(b));
+      row.target = local[r];
+      row.inv_sum = 1.0f / sum[r];
+      k_.softmax(predicted + r, 1, max[r], row.inv_sum, &row.target_p);
+      gradient.set_f16_scale(row);
+      gradient.region<cpu::GradRow>(p_.gradient.row_params)[r] = row;
+      gradient.region<int64_t>(p_.gradient.row_index)[r] = b;
+    }
+    // Segment maxima become factors, in place.
+    const int64_t segments = ceil_div(p_.shape.V, cpu::kSegmentColumns);
+    for (int64_t s = 0; s < segments; ++s) {
+      float* factors = forward.region<float>(p_.forward.partial_max) + s * p_.forward.token_block;
+      for (int64_t r = mine.begin; r < mine.end; ++r) factors[r] -= max[r];
+      k_.exp(factors + mine.begin, mine.size(), factors + mine.begin);
+      for (int64_t r = mine.begin; r < mine.end; ++r) factors[r] *= 1.0f / sum[r];
+    }
+  }
+
+  const LossAndGradientPlanData& p_;
+  const cpu::Kernels& k_;
+  const LossAndGradientOperands& in_;
+  const LossAndGradientOutputs& out_;
+  std::span<std::byte> ws_;
+  const CancelToken* cancel_;
+  ForwardOutputs statistics_;
+  int64_t rows_ = 0;  // that count
+  double normalizer_ = 1;
+};
+
+}  // namespace
+
+Result<void> run(const LossAndGradientPlan& plan, const LossAndGradientOperands& operands,
+                 const LossAndGradientOutputs& outputs, std::span<std::byte> workspace,
+                 const CancelToken* cancel) {
+  if (auto ok = check(plan.data(), operands, outputs, workspace); !ok) return ok;
+  return LossAndGradient(plan.data(), operands, outputs, workspace, cancel).run();
+}
+
+}  // namespace LOGITLESS_ABI_NAMESPACE
+}  // namespace logitless
