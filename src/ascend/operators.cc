@@ -153,6 +153,12 @@ class Rules {
            shape_text(layout.strides), ", elements of an output must not overlap");
   }
 
+  // A rule about a shape, with what is allowed.
+  template <class... Values>
+  void shape_rule(bool holds, const Argument& argument, const Values&... allowed) {
+    if (ok() && !holds) broken(argument, "shape is ", shape_text(argument.layout.dims), allowed...);
+  }
+
   template <class... Values>
   void that(bool holds, const char* name, const Values&... values) {
     if (ok() && !holds) first_ = failure(ACLNN_ERR_PARAM_INVALID, name, ": ", values...);
@@ -294,12 +300,9 @@ Status forward_phase_1(const char* function, Argument input, Argument weight, Ar
   if (!rules.ok()) return rules.first();
 
   const Shape shape = {input.dim(0), weight.dim(0), input.dim(1)};
-  rules.that(shape.V != 0, weight.name, "shape is ", shape_text(weight.layout.dims),
-             ", V must be at least 1");
-  rules.that(shape.H <= 65534, input.name, "shape is ", shape_text(input.layout.dims),
-             ", H must be at most 65534");
-  rules.that(weight.dim(1) == shape.H, weight.name, "shape is ", shape_text(weight.layout.dims),
-             ", must be [V, H] with input's H = ", shape.H);
+  rules.shape_rule(shape.V != 0, weight, ", V must be at least 1");
+  rules.shape_rule(shape.H <= 65534, input, ", H must be at most 65534");
+  rules.shape_rule(weight.dim(1) == shape.H, weight, ", must be [V, H] with input's H = ", shape.H);
   for (const Argument* a : {&target, &max, &sum, &predicted}) rules.shape(*a, {shape.BT}, "[BT]");
   rules.shape(mask, {packed_bytes(shape.BT)}, "[ceil(BT / 8)]");
   rules.shape(masked_target, {shape.BT}, "[BT]");
@@ -395,9 +398,8 @@ Status loss_phase_1(Argument max, Argument sum, Argument predicted, float labelS
     rules.rank(logits, 2);
     rules.shape(softmax, logits.layout.dims, "the shape of vocabParallelLogitsOptional");
     if (rules.ok()) {
-      rules.that(logits.dim(0) == max.dim(0), logits.name, "shape is ",
-                 shape_text(logits.layout.dims),
-                 ", must be [BT, V] with logitsMax's BT = ", max.dim(0));
+      rules.shape_rule(logits.dim(0) == max.dim(0), logits,
+                       ", must be [BT, V] with logitsMax's BT = ", max.dim(0));
     }
   }
   no_label_smoothing(rules, labelSmoothing);
@@ -496,18 +498,15 @@ Status gradient_phase_1(Argument grad, Argument input, Argument weight, Argument
   if (!rules.ok()) return rules.first();
 
   const Shape shape = {grad.dim(0), weight.dim(0), input.dim(1)};
-  rules.that(input.dim(0) == shape.BT, input.name, "shape is ", shape_text(input.layout.dims),
-             ", must be [BT, H] with grad's BT = ", shape.BT);
-  rules.that(shape.V == 0 || shape.V >= 128, weight.name, "shape is ",
-             shape_text(weight.layout.dims), ", V must be 0 or at least 128");
-  rules.that(weight.dim(1) == shape.H, weight.name, "shape is ", shape_text(weight.layout.dims),
-             ", must be [V, H] with input's H = ", shape.H);
+  rules.shape_rule(input.dim(0) == shape.BT, input,
+                   ", must be [BT, H] with grad's BT = ", shape.BT);
+  rules.shape_rule(shape.V == 0 || shape.V >= 128, weight, ", V must be 0 or at least 128");
+  rules.shape_rule(weight.dim(1) == shape.H, weight, ", must be [V, H] with input's H = ", shape.H);
   if (mask.layout.dtype == ACL_BOOL) {
     rules.shape(mask, {shape.BT}, "[BT]");
   } else {
-    rules.that(mask.dim(0) >= packed_bytes(shape.BT), mask.name, "shape is ",
-               shape_text(mask.layout.dims),
-               ", must have at least ceil(BT / 8) = ", packed_bytes(shape.BT), " bytes");
+    rules.shape_rule(mask.dim(0) >= packed_bytes(shape.BT), mask,
+                     ", must have at least ceil(BT / 8) = ", packed_bytes(shape.BT), " bytes");
   }
   rules.shape(masked_target, {shape.BT}, "[BT]");
   for (const Argument* a : mode_arguments) {
