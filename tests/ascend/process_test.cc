@@ -472,10 +472,10 @@ TEST(Fork, ChildOfAProcessWithoutStreamsMayUseThem) {
 }  // namespace
 }  // namespace ascend_test
 
-// A process test begins without a device, and each fresh process is a re-execution rather than a
-// fork of one with threads.
+// This process never touches the library, so each child forked from it begins as a fresh process
+// would; and forking, unlike executing anew, also works under an emulator.
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
-  testing::FLAGS_gtest_death_test_style = "threadsafe";
+  testing::FLAGS_gtest_death_test_style = "fast";
   return RUN_ALL_TESTS();
 }

@@ -270,9 +270,9 @@ class Stream {
   aclrtStream stream_ = nullptr;
 };
 
-// Runs `body` in a fresh process (a re-execution of this test program up to here) and expects it to
-// finish without a failed expectation. For what a process can do only once: initialise, finalise,
-// have no device.
+// Runs statements in a fresh process (a child of one that has not used the library yet) and expects
+// them to end without a failed expectation. For what a process can do only once: initialise,
+// finalise, have no device.
 #define EXPECT_IN_FRESH_PROCESS(...)                       \
   EXPECT_EXIT(                                             \
       {                                                    \

@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# The shared object exports exactly the C functions that its headers declare, which are those of exported_symbols.txt, plus
-# three that clients look up without a header; nothing of C++, of the core or of the PTA cache. All seven names lead to it.
+# The shared object exports exactly the C functions that its headers declare, which are those of
+# exported_symbols.txt, plus three that clients look up without a header; nothing of C++, of the core
+# or of the PTA cache. All seven names lead to it.
 # Usage: symbols_test.sh TOOLKIT_DIR LIST CXX NM
 set -u
 LC_ALL=C
@@ -25,7 +26,8 @@ fi
 for header in $(cd "$toolkit/include" && find acl aclnn aclnnop -name '*.h'); do
   echo "#include \"$header\""
 done >"$scratch/all.cc"
-$cxx -E -P -I"$toolkit/include" "$scratch/all.cc" | grep -oE '(^|[^A-Za-z0-9_])(acl|Acl|PTA)[A-Za-z0-9_]* *\(' |
+$cxx -E -P -I"$toolkit/include" "$scratch/all.cc" |
+  grep -oE '(^|[^A-Za-z0-9_])(acl|Acl|PTA)[A-Za-z0-9_]* *\(' |
   tr -dc 'A-Za-z0-9_\n' | sort -u >"$scratch/declared"
 grep -v HugeMem "$list" >"$scratch/with_header"
 if ! diff "$scratch/with_header" "$scratch/declared" >"$scratch/diff"; then

@@ -20,7 +20,10 @@ cd /
 [ -n "$ASCEND_HOME_PATH" ]
 [ "$ASCEND_HOME_PATH" = "$ASCEND_TOOLKIT_HOME" ]
 [ -d "$ASCEND_HOME_PATH/include/aclnnop" ]
-case ":$LD_LIBRARY_PATH:" in *":$ASCEND_HOME_PATH/lib64:"*) ;; *) echo "no lib64 in LD_LIBRARY_PATH"; exit 1 ;; esac
+case ":$LD_LIBRARY_PATH:" in
+  *":$ASCEND_HOME_PATH/lib64:"*) ;;
+  *) echo "no lib64 in LD_LIBRARY_PATH"; exit 1 ;;
+esac
 INC=$ASCEND_HOME_PATH/include
 LIB=$ASCEND_HOME_PATH/lib64
 $cxx -std=c++11 "$@" "$source" -I"$INC" -I"$INC/aclnnop" -I"$INC/aclnn" -L"$LIB" \
