@@ -444,9 +444,9 @@ Statistics reference_statistics(const Forward& forward) {
     double sum = 0;
     for (std::int64_t v = 0; v < vocab; ++v) sum += std::exp(row[v] - max);
     const std::int64_t target = forward.target.get_int(b);
-    const std::int64_t local = target - forward.start;
     double predicted = 0;
     if (target >= forward.start && target < forward.end) {
+      const std::int64_t local = target - forward.start;
       predicted = (local < vocab ? row[local] : 0) - max;
     }
     result.logits_max.push_back(max);
