@@ -130,11 +130,14 @@ class ForwardPass {
       const int64_t count = std::min(p_.chunk_segments, segments - s0);
       pack_weight(team, s0, count);
       team.barrier();
-      const auto mine_of = team.rectangle(ceil_div(panels.count, p_.group), count);
-      for (int64_t s = mine_of.cols.begin; s < mine_of.cols.end; ++s) {
-        for (int64_t i = mine_of.rows.begin; i < mine_of.rows.end; ++i) {
-          segment(team, panels, i * p_.group, s0, s);
-        }
+      // All (segment, token panel) pairs stand in one line, and a share is a stretch of it.
+      const Range share = team.part(count * panels.count);
+      for (int64_t unit = share.begin; unit < share.end;) {
+        const int64_t s = unit / panels.count;
+        const int64_t panel = unit % panels.count;
+        const int64_t group = std::min({int64_t{p_.group}, panels.count - panel, share.end - unit});
+        segment(team, panels, panel, group, s0, s);
+        unit += group;
       }
       if (stop_.leave_together(team)) return;
       merge_segments(team, rows, s0, count);
@@ -159,14 +162,14 @@ class ForwardPass {
     }
   }
 
-  // Logits of up to `group` token panels against segment s of the chunk, then their statistics.
-  void segment(const Team& team, const Panels& panels, int64_t panel0, int64_t s0, int64_t s) {
+  // Logits of `group` token panels against segment s of the chunk, then their statistics.
+  void segment(const Team& team, const Panels& panels, int64_t panel0, int64_t group, int64_t s0,
+               int64_t s) {
     const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
     const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
     const int64_t v0 = (s0 + s) * cpu::kSegmentColumns;
     const int columns = static_cast<int>(std::min<int64_t>(cpu::kSegmentColumns, p_.shape.V - v0));
     const int vocab_panels = static_cast<int>(ceil_div(columns, g_.nr));
-    const int64_t group = std::min<int64_t>(p_.group, panels.count - panel0);
     float* tiles = region<float>(p_.tiles + team.rank() * p_.tiles_stride);
     const int64_t panel_stride = segment_panels() * tile_floats;
     for (int v = 0; v < vocab_panels; ++v) {

@@ -270,18 +270,24 @@ class GradientPass {
     return std::clamp<int64_t>(l2_bytes_ / 2 / std::max<int64_t>(a_panel_bytes, 1), 1, 64);
   }
 
-  // Calls tile(a, b) for this member's rectangle of panels.
+  // Calls tile(a, b) for this member's share of the panels. All tiles stand in one line, group by
+  // group of A panels, within a group one B panel after the other; a share is a stretch of it, so
+  // shares differ by one tile at most, for any number of threads.
   template <class Tile>
   void for_tiles(const Team& team, int64_t a_panels, int64_t b_panels, int64_t a_panel_bytes,
                  const Tile& tile) {
-    const auto mine = team.rectangle(a_panels, b_panels);
+    const Range mine = team.part(a_panels * b_panels);
     const int64_t group = group_of(a_panel_bytes);
-    for (int64_t a0 = mine.rows.begin; a0 < mine.rows.end; a0 += group) {
-      const int64_t a1 = std::min(a0 + group, mine.rows.end);
-      for (int64_t b = mine.cols.begin; b < mine.cols.end; ++b) {
-        if (stop_.requested()) return;
-        for (int64_t a = a0; a < a1; ++a) tile(a, b);
-      }
+    int64_t i = mine.begin;
+    while (i < mine.end && !stop_.requested()) {
+      const int64_t a0 = i / (group * b_panels) * group;
+      const int64_t width = std::min(group, a_panels - a0);
+      const int64_t in_group = i - a0 * b_panels;
+      const int64_t b = in_group / width;
+      const int64_t first = in_group % width;
+      const int64_t count = std::min(width - first, mine.end - i);
+      for (int64_t a = first; a < first + count; ++a) tile(a0 + a, b);
+      i += count;
     }
   }
 

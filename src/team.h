@@ -46,28 +46,6 @@ class Team {
   }
   Range part(int64_t n) const { return split(n, size_, rank_); }
 
-  // This member's rectangle of an m x n grid of equal work: the cut of the team that leaves the
-  // largest rectangle smallest (rows are cut first among equals).
-  struct Rectangle {
-    Range rows;
-    Range cols;
-  };
-  Rectangle rectangle(int64_t m, int64_t n) const {
-    int64_t best_rows = 1;
-    int64_t best = INT64_MAX;
-    for (int64_t r = size_; r >= 1; --r) {
-      const int64_t c = size_ / r;
-      const int64_t largest = ((m + r - 1) / r) * ((n + c - 1) / c);
-      if (largest < best) {
-        best = largest;
-        best_rows = r;
-      }
-    }
-    const int64_t best_cols = size_ / best_rows;
-    if (rank_ >= best_rows * best_cols) return {};
-    return {split(m, best_rows, rank_ / best_cols), split(n, best_cols, rank_ % best_cols)};
-  }
-
  private:
   int rank_;
   int size_;
