@@ -2,8 +2,11 @@
 // Exact laws: the same bits for any number of threads, workspace limit, run and schedule; for a
 // token, whatever other tokens stand beside it.
 #include <gtest/gtest.h>
+#include <omp.h>
 
 #include <algorithm>
+#include <atomic>
+#include <thread>
 
 #include "tests/support/cases.h"
 #include "tests/support/isa_test.h"
@@ -116,6 +119,70 @@ TEST_P(Determinism, TheOutputTypeChangesTheLastRoundingOnly) {
     rounds_to(*wide.grad_input, *narrow.grad_input);
     rounds_to(*wide.grad_weight, *narrow.grad_weight);
   }
+}
+
+// A plan is shared between threads, each with its own workspace and outputs.
+TEST_P(Determinism, TwoThreadsRunOnePlan) {
+  const ForwardCase c = make_forward_case({.BT = 83, .V = 900, .H = 72}, all_arithmetics()[1]);
+  const GradientCase g =
+      make_gradient_case(make_forward_case({.BT = 83, .V = 900, .H = 72}, all_arithmetics()[1]));
+  const auto want = run_forward(c, options()).bits();
+  const auto want_gradient = run_gradient(g, options()).bits();
+  const auto forward = plan_forward(c.shape, c.types(), options());
+  const auto gradient = plan_gradient(g.shape, g.types(), options());
+  ASSERT_TRUE(forward && gradient);
+  std::vector<std::thread> threads;
+  std::atomic<int> same{0};
+  constexpr int kTurns = 5;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&] {
+      for (int turn = 0; turn < kTurns; ++turn) {
+        ForwardResult r = make_forward_outputs(c);
+        const bool ran = static_cast<bool>(run(*forward, c.operands(), outputs_of(c, r),
+                                               guarded_workspace(forward->workspace_bytes())));
+        same += ran && r.bits() == want ? 1 : 0;
+        GradientResult gradients = make_gradient_outputs(g);
+        const bool also = static_cast<bool>(run(*gradient, g.operands(), outputs_of(gradients),
+                                                guarded_workspace(gradient->workspace_bytes())));
+        same += also && gradients.bits() == want_gradient ? 1 : 0;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(same, 2 * 2 * kTurns);
+}
+
+// A host that calls from within its own parallel region gets one thread, the same bits, and no
+// barrier of ours waits for threads of its.
+TEST_P(Determinism, InsideACallersParallelRegion) {
+  const ForwardCase c = make_forward_case({.BT = 83, .V = 900, .H = 72}, all_arithmetics()[1]);
+  const GradientCase g =
+      make_gradient_case(make_forward_case({.BT = 83, .V = 900, .H = 72}, all_arithmetics()[1]));
+  const auto want = run_forward(c, options()).bits();
+  const auto want_gradient = run_gradient(g, options()).bits();
+  std::atomic<int> same{0};
+#pragma omp parallel num_threads(3)
+  {
+    if (omp_get_thread_num() != 1) {
+      same += run_forward(c, options(2)).bits() == want ? 1 : 0;
+      same += run_gradient(g, options(2)).bits() == want_gradient ? 1 : 0;
+    }
+  }
+  EXPECT_EQ(same, 4);
+}
+
+// A runtime that grants fewer threads than the plan latched changes no bit.
+TEST_P(Determinism, FewerThreadsThanPlanned) {
+  const ForwardCase c = make_forward_case({.BT = 83, .V = 900, .H = 72}, all_arithmetics()[1]);
+  const GradientCase g =
+      make_gradient_case(make_forward_case({.BT = 83, .V = 900, .H = 72}, all_arithmetics()[1]));
+  const auto want = run_forward(c, options(1)).bits();
+  const auto want_gradient = run_gradient(g, options(1)).bits();
+  const int dynamic = omp_get_dynamic();
+  omp_set_dynamic(1);  // at most as many as there are cores
+  EXPECT_EQ(run_forward(c, options(64)).bits(), want);
+  EXPECT_EQ(run_gradient(g, options(64)).bits(), want_gradient);
+  omp_set_dynamic(dynamic);
 }
 
 // Strides, offsets and transposes move data, they change no number.

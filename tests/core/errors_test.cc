@@ -328,7 +328,7 @@ TEST_P(GradientErrors, ATargetOutsideTheVocabularyIsDataThatIsFoundBeforeAnythin
       targets[static_cast<size_t>(row)] = bad;
       const ConstVectorView view = vector_view<int64_t>(std::span<const int64_t>(targets));
       expect([&](auto& in, auto&) { in.masked_target = view; },
-             {"masked_target", "[" + std::to_string(row) + "]", std::to_string(bad)},
+             {"masked_target", std::to_string(row) + "]", std::to_string(bad)},
              ErrorKind::invalid_data);
     }
   }

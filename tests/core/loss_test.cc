@@ -7,6 +7,7 @@
 
 #include "reference/tolerance.h"
 #include "tests/support/cases.h"
+#include "tests/support/emulation.h"
 #include "tests/support/isa_test.h"
 #include "tests/support/judge.h"
 
@@ -234,6 +235,36 @@ TEST_P(LossOperator, EndToEnd) {
               b);
         }
       }
+    }
+  }
+}
+
+// At most twice the error of a framework that holds logits of the operand type.
+TEST_P(LossOperator, ErrorIsAtMostTwiceAFrameworks) {
+  for (const Arithmetic& arithmetic : all_arithmetics()) {
+    for (const auto kind : {InputKind::peaked, InputKind::flat}) {
+      const Shape shape{.BT = 100, .V = 700, .H = 96};
+      const CaseOptions how{.kind = kind, .outside = 0};
+      const ForwardCase forward = make_forward_case(shape, arithmetic, how);
+      ForwardResult statistics = run_forward(forward, options());
+      LossCase c;
+      c.BT = shape.BT;
+      c.logits_max = std::move(statistics.logits_max);
+      c.sum_exp_logits = std::move(statistics.sum_exp_logits);
+      c.predicted_logits = std::move(statistics.predicted_logits);
+      const LossResult ours = run_loss(c, options());
+      const reference::Loss want = reference::loss(reference_forward(forward));
+      const EagerResult theirs =
+          eager(make_gradient_case(make_forward_case(shape, arithmetic, how)));
+      double our_worst = 0, their_worst = 0, largest = 0;
+      for (int64_t b = 0; b < shape.BT; ++b) {
+        const double exact = want.loss.value[static_cast<size_t>(b)];
+        our_worst = std::max(our_worst, std::abs(ours.loss.get(b) - exact));
+        their_worst = std::max(their_worst, std::abs(theirs.loss[static_cast<size_t>(b)] - exact));
+        largest = std::max(largest, std::abs(exact));
+      }
+      // The floor: two roundings of float of the largest loss.
+      EXPECT_LE(our_worst, 2 * their_worst + 0x1p-23 * largest) << arithmetic.name;
     }
   }
 }
