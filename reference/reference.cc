@@ -654,6 +654,10 @@ GradLogitsBlock grad_logits_of(const GradientOperands& operands, const GradientO
         p = element(*operands.softmax, b, v);
       }
       const double one = is_target(operands, b, v) ? 1.0 : 0.0;
+      if (options.held_softmax && one == 0.0) {
+        const double held = unit_roundoff(*options.held_softmax);
+        error.softmax_variance += held * held / 3.0;
+      }
       const double value = (p - one) * grad + p * grad_logsumexp;
       block.value(i, j) = value;
       error.value = value;

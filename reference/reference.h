@@ -123,6 +123,9 @@ struct GradientOperands {
 struct GradientOptions {
   std::optional<DType> multiply = {};
   LogitsRounding logits_rounding = LogitsRounding::none;  // memory-saving mode
+  // The judged implementation keeps exponentials in this type between two passes over a block; the
+  // target's own excepted. An error of the implementation, no part of the definition.
+  std::optional<DType> held_softmax = {};
 };
 
 // Row i belongs to rows[i] (a token or a vocabulary row).

@@ -23,8 +23,8 @@ namespace logitless::reference {
 inline constexpr double kMargin = 1.125;
 // exp is promised within 2 ulp of float: relative error.
 inline constexpr double kExpError = 4.0 * 0x1p-24;
-// Dot-product instructions flush operands, products and sums below 2^-126 to zero; thousands of such
-// terms with factors up to a few hundred stay below this.
+// Dot-product instructions flush operands, products and sums below 2^-126 to zero; thousands of
+// such terms with factors up to a few hundred stay below this.
 inline constexpr double kFloor = 0x1p-104;
 
 // 2^-24, 2^-11, 2^-8 * 1/2 ...: half an ulp of 1.

@@ -88,6 +88,41 @@ TEST_P(Allocation, GradientAllocatesNothing) {
   }
 }
 
+TEST_P(Allocation, LossAndGradientAllocatesNothing) {
+  for (const Arithmetic& arithmetic : all_arithmetics()) {
+    for (const Strategy strategy : {Strategy::one_pass, Strategy::recompute}) {
+      const ForwardCase c =
+          make_forward_case({.BT = 100, .V = 1000, .H = 64}, arithmetic, {.outside = 0});
+      TestTensor loss = TestTensor::vector(DType::f32, 100);
+      TestTensor grad_input = TestTensor::matrix(DType::f32, 100, 64);
+      TestTensor grad_weight = TestTensor::matrix(arithmetic.operand, 1000, 64);
+      LossAndGradientTypes types{.operand = arithmetic.operand, .multiply = arithmetic.multiply};
+      types.grad_input = GradientOutput{.dtype = DType::f32};
+      types.grad_weight = GradientOutput{.dtype = arithmetic.operand};
+      const auto plan = plan_loss_and_gradient(c.shape, types, options(), strategy);
+      ASSERT_TRUE(plan);
+      const LossAndGradientOperands operands{.input = c.input.matrix_view(),
+                                             .weight = c.weight.matrix_view(),
+                                             .target = c.target.vector_view()};
+      LossAndGradientOutputs outputs;
+      outputs.loss = loss.vector_view();
+      outputs.grad_input = grad_input.matrix_view();
+      outputs.grad_weight = grad_weight.matrix_view();
+      const auto workspace = guarded_workspace(plan->workspace_bytes());
+      ASSERT_TRUE(run(*plan, operands, outputs, workspace));
+      int64_t allocations = -1;
+      bool ok = false;
+      {
+        const AllocationGuard guard;
+        ok = static_cast<bool>(run(*plan, operands, outputs, workspace));
+        allocations = guard.allocations();
+      }
+      EXPECT_TRUE(ok);
+      EXPECT_EQ(allocations, 0) << c.describe();
+    }
+  }
+}
+
 TEST_P(Allocation, MergeAndLossAllocateNothing) {
   const int64_t BT = 20000, V = 10;
   std::vector<float> a(BT, 1.0f), b(BT, 2.0f), out(BT), softmax(BT * V), logits(BT * V);
