@@ -80,8 +80,7 @@ std::optional<uint64_t> checked_bytes(const std::vector<int64_t>& shape, uint64_
 // comes twice is seen (a document keeps only the last).
 class HeaderHandler : public nlohmann::json_sax<json> {
  public:
-  HeaderHandler(const std::string& file, SafetensorsHeader& header)
-      : file_(file), header_(header) {}
+  explicit HeaderHandler(SafetensorsHeader& header) : header_(header) {}
 
   const std::string& problem() const { return problem_; }
 
@@ -240,7 +239,6 @@ class HeaderHandler : public nlohmann::json_sax<json> {
     return false;
   }
 
-  const std::string& file_;
   SafetensorsHeader& header_;
   std::string problem_;
   Where where_ = Where::before;
@@ -307,7 +305,7 @@ Result<void> check_layout(SafetensorsHeader& header, uint64_t data_bytes, const 
 Result<SafetensorsHeader> parse_safetensors_header(std::string_view text, uint64_t data_bytes,
                                                    const std::string& file) {
   SafetensorsHeader header;
-  HeaderHandler handler(file, header);
+  HeaderHandler handler(header);
   if (!json::sax_parse(text.begin(), text.end(), &handler)) return bad(file, handler.problem());
   const Result<void> layout = check_layout(header, data_bytes, file);
   if (!layout) return layout.error();
