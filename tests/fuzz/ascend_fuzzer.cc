@@ -146,16 +146,29 @@ class Machine {
     uint8_t* data = nullptr;
     if (!empty) {
       made.bytes = elements * bytes_of(dtype);
-      data = buffer(made.bytes, choices_.below(4) * 0x15);
-      if (!output && !choices_.one_in(4)) {
-        for (int64_t i = 0; i < std::min<int64_t>(made.bytes, 16); ++i) data[i] = choices_.byte();
-      }
+      data = buffer(made.bytes, 0);
+      if (!output) fill_input(dtype, data, made.bytes);
     }
     made.handle =
         aclCreateTensor(dims.data(), dims.size(), dtype, layout == 0 ? nullptr : strides.data(),
                         offset, ACL_FORMAT_ND, dims.data(), dims.size(), data);
     if (made.handle == nullptr) abort();
     return made;
+  }
+
+  // Numbers of ordinary size (as bf16, fp16 and fp32 alike), NaN, or bytes of the input; indices
+  // are mostly inside a vocabulary.
+  void fill_input(aclDataType dtype, uint8_t* data, int64_t bytes) {
+    static constexpr uint8_t kPatterns[] = {0x00, 0x3f, 0xbf, 0xff};
+    if (choices_.one_in(6)) {
+      for (int64_t i = 0; i < std::min<int64_t>(bytes, 40); ++i) data[i] = choices_.byte();
+    } else if (dtype == ACL_INT32 || dtype == ACL_INT64) {
+      for (int64_t i = 0; i < bytes; i += bytes_of(dtype)) data[i] = choices_.byte() & 0x7f;
+    } else {
+      memset(data, kPatterns[choices_.one_in(8) ? 3 : choices_.below(3)],
+             static_cast<size_t>(bytes));
+      data[static_cast<size_t>(choices_.byte()) % static_cast<size_t>(bytes)] ^= 0x55;
+    }
   }
 
   // Anything at all; without memory, so that no valid call can follow.
@@ -544,7 +557,7 @@ class Machine {
   void events() {
     aclrtEvent made = nullptr;
     float ms = 0;
-    switch (choices_.below(9)) {
+    switch (choices_.below(10)) {
       case 0:
       case 1: {
         const aclError status =
@@ -573,6 +586,20 @@ class Machine {
         aclrtEventWaitStatus waited = ACL_EVENT_WAIT_STATUS_RESERVED;
         check_message(aclrtQueryEventWaitStatus(event(), &waited));
         return check_message(aclrtDestroyEvent(event()));
+      }
+      case 9: {
+        aclrtStream const on = stream();
+        aclrtEvent pair[2] = {};
+        for (aclrtEvent& one : pair) {
+          check_message(aclrtCreateEvent(&one));
+          check_message(aclrtRecordEvent(one, on));
+        }
+        end_callbacks();
+        check_message(aclrtSynchronizeEventWithTimeout(pair[1], 1000));
+        const int first = choices_.below(2);
+        check_message(aclrtEventElapsedTime(&ms, pair[first], pair[1 - first]));
+        for (aclrtEvent one : pair) check_message(aclrtDestroyEvent(one));
+        return;
       }
     }
   }
@@ -648,6 +675,8 @@ class Machine {
     switch (choices_.below(6)) {
       case 0:
         check_message(aclrtSetDevice(choices_.below(3) - 1));
+        // The first user of the device, which set it before all inputs, stays.
+        if (aclrtSetDevice(0) != 0 || aclrtResetDevice(0) != 0) abort();
         break;
       case 1:
         check_message(aclrtGetDevice(&id));
