@@ -179,6 +179,21 @@ double logit_variance(int64_t hidden, double sum, double sum_of_squares) {
   return product_sum_variance(static_cast<double>(hidden), sum, sum_of_squares);
 }
 
+// The same from the partial sums themselves, for the few logits that whole statistics hang on.
+double logit_path_variance(const ConstMatrixView& input, const ConstMatrixView& weight,
+                           DType multiply, int64_t token, int64_t v) {
+  double sum = 0.0, squared_partial_sums = 0.0, squares = 0.0;
+  for (int64_t h = 0; h < input.cols; ++h) {
+    const double product =
+        round_to(multiply, element(input, token, h)) * round_to(multiply, element(weight, v, h));
+    sum += product;
+    squared_partial_sums += sum * sum;
+    squares += product * product;
+  }
+  if (!std::isfinite(squared_partial_sums)) return 0.0;
+  return partial_sums_variance(squared_partial_sums, squares);
+}
+
 // logits = a . b^T and their variances, for rows of a and b already in double.
 struct LogitsBlock {
   Matrix value;
@@ -452,6 +467,18 @@ Statistics forward(const ConstMatrixView& input, const ConstMatrixView& weight,
         variance[static_cast<size_t>(v)] = deviation * deviation;
       }
       const auto size = static_cast<size_t>(weight.rows);
+      const DType multiply = options.multiply.value_or(input.dtype);
+      if (size > 0) {
+        const double* row = block.value.row(b - b0);
+        const int64_t at_max = std::max_element(row, row + weight.rows) - row;
+        variance[static_cast<size_t>(at_max)] =
+            logit_path_variance(input, weight, multiply, s.tokens[i], at_max);
+        const int64_t own = s.masked_target[i];
+        if (!s.target_mask[i] && own < weight.rows) {
+          variance[static_cast<size_t>(own)] =
+              logit_path_variance(input, weight, multiply, s.tokens[i], own);
+        }
+      }
       statistics_of_row({block.value.row(b - b0), size}, {block.unrounded.row(b - b0), size},
                         variance, rounding, reach, i, s);
     }

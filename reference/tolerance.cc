@@ -59,8 +59,12 @@ double half_ulp(DType dtype, double value) { return 0.5 * spacing(dtype, value);
 
 double spread(double samples) { return std::sqrt(2.0 * std::log(1e4 * std::max(samples, 1.0))); }
 
+double partial_sums_variance(double sum_of_squared_partial_sums, double sum_of_squares) {
+  return kMeanSquare * kFloatVariance * (sum_of_squared_partial_sums + sum_of_squares);
+}
+
 double product_sum_variance(double terms, double sum, double sum_of_squares) {
-  return kFloatVariance * (terms * (sum_of_squares / 2.0 + sum * sum / 3.0) + sum_of_squares);
+  return partial_sums_variance(terms * (sum_of_squares / 2.0 + sum * sum / 3.0), sum_of_squares);
 }
 
 double exp_variance(double argument) {

@@ -39,9 +39,14 @@ double half_ulp(DType dtype, double value);
 double spread(double samples);
 
 // Variance of sum_k a_k b_k accumulated in float in ascending k. Every addition rounds a partial
-// sum s_k: variance u^2 / 3 sum_k s_k^2. The partial sums are a random walk to `sum`: sum_k s_k^2
-// <= terms * (sum_of_squares / 2 + sum^2 / 3), which also holds for one or two products far larger
-// than the rest, wherever they stand. + 1: products rounded on their own (no FMA).
+// sum s_k: variance kMeanSquare u^2 / 3 sum_k s_k^2, where kMeanSquare is the mean of 1 / m^2 over
+// the significands m of ordinary numbers (log-uniform in [1, 2): 3 / (8 ln 2)). The sum of squared
+// products counts once more for products that are rounded on their own (no FMA).
+inline constexpr double kMeanSquare = 0.541;
+double partial_sums_variance(double sum_of_squared_partial_sums, double sum_of_squares);
+// The same without the partial sums at hand. They are a random walk to `sum`:
+// sum_k s_k^2 <= terms * (sum_of_squares / 2 + sum^2 / 3), which also holds for one or two products
+// far larger than the rest, wherever they stand.
 double product_sum_variance(double terms, double sum, double sum_of_squares);
 
 // Variance of the relative error of exp(logit - max) for an exact logit: the argument is rounded

@@ -48,6 +48,16 @@ TestTensor TestTensor::vector(DType dtype, int64_t size, int64_t stride, int64_t
   return make(dtype, size, 1, stride, 1, offset);
 }
 
+TestTensor TestTensor::contiguous_copy() const {
+  TestTensor copy = make(dtype_, rows_, cols_, cols_, 1, 0);
+  for (int64_t r = 0; r < rows_; ++r) {
+    for (int64_t c = 0; c < cols_; ++c) {
+      std::memcpy(copy.at(r, c), at(r, c), static_cast<size_t>(size_of(dtype_)));
+    }
+  }
+  return copy;
+}
+
 void TestTensor::set(int64_t row, int64_t col, double value) {
   std::byte* p = at(row, col);
   const auto f = static_cast<float>(value);

@@ -32,6 +32,9 @@ class TestTensor {
   static TestTensor matrix(DType dtype, int64_t rows, int64_t cols, const Layout& layout = {});
   static TestTensor vector(DType dtype, int64_t size, int64_t stride = 1, int64_t offset = 0);
 
+  // The same elements, contiguous.
+  TestTensor contiguous_copy() const;
+
   MatrixView matrix_view() const {
     return {first(), dtype_, rows_, cols_, row_stride_, col_stride_};
   }
