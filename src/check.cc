@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check.h"
 
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -492,7 +493,7 @@ Result<void> check(const LossAndGradientPlanData& plan, const LossAndGradientOpe
       },
       [&] { return check_gradient_outputs(plan.shape, types, out); });
   if (!rules) return rules;
-  if (in.normalizer && !(*in.normalizer != 0)) {
+  if (in.normalizer && !(std::fabs(*in.normalizer) > 0)) {
     return invalid("normalizer is " + std::to_string(*in.normalizer) + ", must not be 0 or NaN");
   }
   return check_workspace(workspace, plan.workspace_bytes);

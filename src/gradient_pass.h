@@ -443,11 +443,13 @@ class GradientPass {
           region<float>(p_.weight_cols) + b * units * g_.nr, units,
           [&](float* tile) {
             for (int r = 0; r < rows; ++r) {
+              if (index[row0 + r] == kNoRow) continue;
               load_row(k_, *out_.grad_input, index[row0 + r], h0, columns, tile + r * g_.nr);
             }
           },
           [&](const float* tile) {
             for (int r = 0; r < rows; ++r) {
+              if (index[row0 + r] == kNoRow) continue;
               store_row(k_, *out_.grad_input, index[row0 + r], h0, columns, tile + r * g_.nr);
             }
           });

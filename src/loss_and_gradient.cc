@@ -153,8 +153,9 @@ class LossAndGradient {
   void zero_rows(const Team& team) const {
     const Range tokens = team.part(p_.shape.BT);
     for (int64_t b = tokens.begin; b < tokens.end; ++b) {
-      if (counts(b)) continue;
-      set_f32(out_.loss, b, 0.0f);
+      const bool here = counts(b);
+      if (!here) set_f32(out_.loss, b, 0.0f);
+      if (here && static_cast<float>(weight(b)) != 0.0f) continue;
       if (out_.grad_input && !p_.types.grad_input->accumulate) zero_row(*out_.grad_input, b);
     }
     if (rows_ > 0 || !out_.grad_weight || p_.types.grad_weight->accumulate) return;
@@ -181,7 +182,8 @@ class LossAndGradient {
       k_.softmax(predicted + r, 1, max[r], row.inv_sum, &row.target_p);
       gradient.set_f16_scale(row);
       gradient.region<cpu::GradRow>(p_.gradient.row_params)[r] = row;
-      gradient.region<int64_t>(p_.gradient.row_index)[r] = b;
+      // A token of weight 0 has statistics and a loss, but no gradient, whatever it holds.
+      gradient.region<int64_t>(p_.gradient.row_index)[r] = row.grad == 0.0f ? kNoRow : b;
     }
     // Segment maxima become factors, in place.
     const int64_t segments = ceil_div(p_.shape.V, cpu::kSegmentColumns);

@@ -127,7 +127,7 @@ Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
   p.token_block = std::min<int64_t>(BT, g.mr);
   p.chunk_segments = 1;
   p.group = 1;
-  const int64_t least = lay_out(p);
+  const int64_t least = p.least_bytes = lay_out(p);
   int64_t limit = options.workspace_limit_bytes;
   if (limit == 0) {
     // Beyond H = 8192 the least blocks that are not slow: 16 panels of tokens and one segment.
@@ -343,6 +343,7 @@ Result<void> choose_schedule(GradientPlanData& p, const PlanOptions& options) {
     best = least;  // a hidden size so large that even the least chunks need more than the default
   }
   p = best;
+  p.least_bytes = least_bytes;
   return {};
 }
 
@@ -383,8 +384,9 @@ double one_pass_overhead(const LossAndGradientPlanData& p) {
   return blocks * pack / p.target.threads + overhead_cycles(p.gradient);
 }
 
-// The blocks of one pass: the fewest cycles within the limit. False if nothing fits.
-bool choose_one_pass(LossAndGradientPlanData& p) {
+// The blocks of one pass: the fewest cycles within the limit. False if nothing fits; least_bytes is
+// then what would have.
+bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
   const cpu::GemmKernels& g = *p.target.gemm;
   p.forward.shape = p.gradient.shape = p.shape;
   p.forward.target = p.gradient.target = p.target;
@@ -413,7 +415,8 @@ bool choose_one_pass(LossAndGradientPlanData& p) {
       const int64_t block = std::max<int64_t>(g.mr, round_up(ceil_div(p.shape.BT, blocks), g.mr));
       c.forward.token_block = c.gradient.token_chunk = block;
       c.gradient.vocab_chunk = vocab_chunk;
-      if (lay_out(c) > p.limit_bytes) continue;
+      least_bytes = std::min(least_bytes, lay_out(c));
+      if (c.workspace_bytes > p.limit_bytes) continue;
       const double cost = one_pass_overhead(c);
       if (!found || cost < best_cost) {
         found = true;
@@ -427,31 +430,35 @@ bool choose_one_pass(LossAndGradientPlanData& p) {
   return found;
 }
 
-Result<void> choose_recompute(LossAndGradientPlanData& p, PlanOptions options) {
-  options.isa = p.target.isa;
-  options.threads = p.target.threads;
-  const int64_t rows_bytes = 4 * round_up(p.shape.BT * 4, kAlignment);
-  const bool limited = options.workspace_limit_bytes > 0;
-  if (limited) {
-    options.workspace_limit_bytes =
-        std::max<int64_t>(1, options.workspace_limit_bytes - rows_bytes);
-  }
-  ForwardTypes forward{
+Result<void> choose_recompute(LossAndGradientPlanData& p, const PlanOptions& options) {
+  const ForwardTypes forward{
       .operand = p.types.operand, .multiply = p.types.multiply, .target = p.types.target};
-  GradientTypes gradient{.operand = p.types.operand,
-                         .multiply = p.types.multiply,
-                         .target = p.types.target,
-                         .grad_input = p.types.grad_input,
-                         .grad_weight = p.types.grad_weight};
-  auto forward_plan = plan_forward(p.shape, forward, options);
-  if (!forward_plan) return forward_plan.error();
-  auto gradient_plan = plan_gradient(p.shape, gradient, options);
-  if (!gradient_plan) return gradient_plan.error();
+  const GradientTypes gradient{.operand = p.types.operand,
+                               .multiply = p.types.multiply,
+                               .target = p.types.target,
+                               .grad_input = p.types.grad_input,
+                               .grad_weight = p.types.grad_weight};
+  PlanOptions inner{.threads = p.target.threads, .isa = p.target.isa};
   p.one_pass = false;
-  p.forward_plan = *forward_plan;
-  p.gradient_plan = *gradient_plan;
-  lay_out(p);
-  return {};
+  const auto plan_both = [&]() -> Result<void> {
+    auto forward_plan = plan_forward(p.shape, forward, inner);
+    if (!forward_plan) return forward_plan.error();
+    auto gradient_plan = plan_gradient(p.shape, gradient, inner);
+    if (!gradient_plan) return gradient_plan.error();
+    p.forward_plan = *forward_plan;
+    p.gradient_plan = *gradient_plan;
+    lay_out(p);
+    return {};
+  };
+  if (auto ok = plan_both(); !ok || options.workspace_limit_bytes == 0) return ok;
+  // The statistics stand beside the operators' workspace.
+  const int64_t rows_bytes = p.operators;
+  const int64_t least = rows_bytes + round_up(std::max(p.forward_plan->data().least_bytes,
+                                                       p.gradient_plan->data().least_bytes),
+                                              kAlignment);
+  if (options.workspace_limit_bytes < least) return too_small(options, least);
+  inner.workspace_limit_bytes = options.workspace_limit_bytes - rows_bytes;
+  return plan_both();
 }
 
 }  // namespace
@@ -472,20 +479,15 @@ Result<LossAndGradientPlan> plan_loss_and_gradient(const Shape& shape,
   const std::string limit =
       (limited ? "the limit of " : "the default limit of ") + bytes_text(data->limit_bytes);
   if (strategy != Strategy::recompute) {
-    if (choose_one_pass(*data)) {
+    int64_t least = INT64_MAX;
+    if (choose_one_pass(*data, least)) {
       data->why = strategy == Strategy::one_pass ? "asked for" : "fits " + limit;
       return LossAndGradientPlan(std::move(data));
     }
     if (strategy == Strategy::one_pass) {
-      // What the shortest blocks that make sense would take.
-      LossAndGradientPlanData least = *data;
-      least.limit_bytes = INT64_MAX;
-      least.shape.BT = std::min<int64_t>(shape.BT, 64);
-      choose_one_pass(least);
-      return Error{ErrorKind::limit_too_small,
-                   "workspace_limit_bytes: one pass does not fit " + limit + "; about " +
-                       std::to_string(least.workspace_bytes) +
-                       " bytes are the least, or the strategy must be recompute"};
+      return Error{ErrorKind::limit_too_small, "workspace_limit_bytes: one pass does not fit " +
+                                                   limit + ", the least possible workspace is " +
+                                                   std::to_string(least) + " bytes"};
     }
   }
   data->why = strategy == Strategy::recompute ? "asked for" : "one pass does not fit " + limit;

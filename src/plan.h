@@ -75,6 +75,7 @@ struct ForwardPlanData {
   int64_t token_block = 0;     // rows whose packed input is held at a time
   int64_t chunk_segments = 0;  // segments of weight packed at a time
   int group = 0;               // token panels that share one walk over a segment
+  int64_t least_bytes = 0;     // the least workspace any limit allows
   // One pass: the exponentials of a block's logits are kept, in this type, as tiles
   // [token panel][vocabulary panel][mr][nr], and the statistics of all its segments.
   std::optional<DType> held;
@@ -116,6 +117,7 @@ struct GradientPlanData {
   Accumulator grad_input_accumulator = Accumulator::none;
   Accumulator grad_weight_accumulator = Accumulator::none;
   int64_t accumulator_bytes = 0;  // of the one summed over the outer loop
+  int64_t least_bytes = 0;        // the least workspace any limit allows
   // Workspace offsets in bytes.
   int64_t input_rows = 0;   // A panels: tokens x H, for logits
   int64_t input_cols = 0;   // A panels: H x tokens, for grad_weight

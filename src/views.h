@@ -67,6 +67,9 @@ void write_mask(const MaskView& m, bool padding, const Bit& bit) {
   }
 }
 
+// In an index: a row that takes part in nothing. It is packed as zeros and never written.
+inline constexpr int64_t kNoRow = -1;
+
 // Rows of a matrix chosen by an index, or all of them in order from `first`.
 struct RowSelection {
   const ConstMatrixView& matrix;
@@ -118,16 +121,21 @@ inline void pack_col_block(const Target& target, const RowSelection& rows, int64
   const ConstMatrixView& m = rows.matrix;
   const void* pointers[kPackDepth];
   float* out = dst + k0 / g.k_unit * width;
+  constexpr int kMaxWidth = 32;
+  static constexpr std::byte kZeros[kMaxWidth * 4] = {};
   if (m.col_stride == 1 || count == 1) {
-    for (int64_t i = 0; i < k; ++i) pointers[i] = at(m, rows.row(k0 + i), col);
+    for (int64_t i = 0; i < k; ++i) {
+      const int64_t row = rows.row(k0 + i);
+      pointers[i] = row == kNoRow ? kZeros : at(m, row, col);
+    }
     g.pack_cols(target.source, pointers, k, count, width, out);
     return;
   }
-  constexpr int kMaxWidth = 32;
   alignas(64) std::byte staged[kPackDepth][kMaxWidth * 4];
   for (int64_t i = 0; i < k; ++i) {
-    gather(m, rows.row(k0 + i), col, count, staged[i]);
-    pointers[i] = staged[i];
+    const int64_t row = rows.row(k0 + i);
+    if (row != kNoRow) gather(m, row, col, count, staged[i]);
+    pointers[i] = row == kNoRow ? kZeros : staged[i];
   }
   g.pack_cols(target.source, pointers, k, count, width, out);
 }
