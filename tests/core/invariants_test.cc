@@ -257,7 +257,7 @@ RC_GTEST_PROP(Invariants, AConstantAddedToARowsLogitsChangesNoGradient, ()) {
   Problem p = any_problem();
   p.kind = *rc::gen::element(InputKind::peaked, InputKind::flat);
   const double constant = *rc::gen::inRange(-16, 17);
-  const auto [BT, V, H] = p.shape;
+  const int64_t BT = p.shape.BT, V = p.shape.V, H = p.shape.H;
   std::optional<GradientResult> results[2];
   std::optional<GradientCase> cases[2];
   for (const int shifted : {0, 1}) {
@@ -299,7 +299,7 @@ RC_GTEST_PROP(Invariants, GradientsOfShardsMakeTheWholes, ()) {
   whole.grad_input = whole.grad_weight = GradientOutput{.dtype = DType::f32};
   const GradientResult want = run_gradient(whole, p.options);
   const ReferenceGradient exact = reference_gradient(whole);
-  const auto [BT, V, H] = p.shape;
+  const int64_t BT = p.shape.BT, V = p.shape.V, H = p.shape.H;
   const std::vector<uint8_t> mask = reference::read(*whole.operands().target_mask);
   // Accumulated shard by shard into one float buffer: also the reduction of a real run.
   TestTensor input_sum = TestTensor::matrix(DType::f32, BT, H);

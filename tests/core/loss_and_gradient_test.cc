@@ -105,7 +105,7 @@ GradientCase gradient_case_of(const StepCase& c, const StepResult* statistics = 
   g.grad_input_layout = c.grad_input_layout;
   g.grad_weight_layout = c.grad_weight_layout;
   if (statistics == nullptr) return g;
-  const auto [BT, V, H] = c.shape;
+  const int64_t BT = c.shape.BT, V = c.shape.V, H = c.shape.H;
   g.grad = TestTensor::vector(DType::f32, BT);
   g.logits_max = TestTensor::vector(DType::f32, BT);
   g.sum_exp_logits = TestTensor::vector(DType::f32, BT);

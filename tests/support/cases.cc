@@ -90,7 +90,7 @@ ForwardCase make_forward_case(const Shape& shape, const Arithmetic& arithmetic,
   c.arithmetic = arithmetic;
   c.target_type = options.target_type;
   c.vocab_start = options.vocab_start;
-  const auto [BT, V, H] = shape;
+  const int64_t BT = shape.BT, V = shape.V, H = shape.H;
   c.input = TestTensor::matrix(arithmetic.operand, BT, H, options.input);
   c.weight = TestTensor::matrix(arithmetic.operand, V, H, options.weight);
   c.target = TestTensor::vector(options.target_type, BT, options.target_stride);
@@ -373,7 +373,7 @@ GradientCase make_gradient_case(ForwardCase forward, const GradientCaseOptions& 
   c.rounding =
       options.mode == GradientMode::memory_saving ? forward.rounding : LogitsRounding::none;
   c.grad_input = c.grad_weight = GradientOutput{.dtype = c.arithmetic.operand};
-  const auto [BT, V, H] = c.shape;
+  const int64_t BT = c.shape.BT, V = c.shape.V;
   const int64_t stride = options.vector_stride;
   c.grad = TestTensor::vector(DType::f32, BT, stride);
   c.masked_target = TestTensor::vector(c.target_type, BT, stride);

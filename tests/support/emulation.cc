@@ -92,7 +92,7 @@ DType logits_type(LogitsRounding rounding, DType type, float logits_max) {
 
 EagerResult eager(const GradientCase& c) {
   const DType type = c.arithmetic.multiplied();
-  const auto [BT, V, H] = c.shape;
+  const int64_t BT = c.shape.BT, V = c.shape.V, H = c.shape.H;
   const FloatMatrix input = floats(c.input, type);
   const FloatMatrix weight = floats(c.weight, type);
   const auto operands = c.reference_operands();
@@ -138,7 +138,7 @@ EagerResult eager(const GradientCase& c) {
 
 ForwardResult plain_float(const ForwardCase& c, Mutation mutation) {
   const DType type = c.arithmetic.multiplied();
-  const auto [BT, V, H] = c.shape;
+  const int64_t BT = c.shape.BT, V = c.shape.V, H = c.shape.H;
   const FloatMatrix input = floats(c.input, type);
   const FloatMatrix weight = floats(c.weight, type);
   const int64_t columns = mutation == Mutation::drop_last_column ? V - 1 : V;
@@ -179,7 +179,7 @@ ForwardResult plain_float(const ForwardCase& c, Mutation mutation) {
 
 GradientResult plain_float(const GradientCase& c, Mutation mutation) {
   const DType type = c.arithmetic.multiplied();
-  const auto [BT, V, H] = c.shape;
+  const int64_t BT = c.shape.BT, V = c.shape.V, H = c.shape.H;
   const FloatMatrix input = floats(c.input, type);
   const FloatMatrix weight = floats(c.weight, type);
   const auto operands = c.reference_operands();
