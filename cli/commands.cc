@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "cli/failure.h"
@@ -10,6 +11,11 @@
 #include "cli/units.h"
 
 namespace logitless::cli {
+namespace {
+
+constexpr double kWideMargin = 8;
+
+}  // namespace
 
 RunSettings CommonOptions::settings() const {
   RunSettings settings;
@@ -118,6 +124,16 @@ void print_judgements(const Judgements& judgements) {
                j.fine() ? marks().good : marks().bad});
   }
   fmt::print("{}", table.str());
+  // An allowance far above what was observed would let mistakes pass: it has to give its reason.
+  const bool wide = std::ranges::any_of(
+      judgements, [](const Judgement& j) { return j.observed > 0 && j.ratio < 1 / kWideMargin; });
+  if (wide) {
+    fmt::print(
+        "margins above {:.0f} x: few elements, whose worst is milder than the worst of many; and "
+        "float sums\nare allowed partial sums that wander from 0 to the result and beyond, which "
+        "rows with small\npartial sums do not use up (docs/numerics.md)\n",
+        kWideMargin);
+  }
   for (const Judgement& j : judgements) {
     if (!j.fine()) fmt::print("{} {}: {}\n", marks().bad, j.stage, describe_worst(j));
   }

@@ -44,7 +44,10 @@ void ElementJudge::add(double got, double expected, double allowed, int64_t row,
     error = kInfinity;
   }
   const double ratio = error == 0 ? 0 : allowed > 0 ? error / allowed : kInfinity;
-  if (verdict_.elements == 0 || ratio > verdict_.ratio) {
+  // Of equally good elements the one with the widest allowance stands for all.
+  const bool worst =
+      ratio > verdict_.ratio || (ratio == verdict_.ratio && allowed > verdict_.allowed);
+  if (verdict_.elements == 0 || worst) {
     verdict_.observed = error;
     verdict_.allowed = allowed;
     verdict_.ratio = ratio;
@@ -136,7 +139,7 @@ void judge_merge(const std::string& stage, const ForwardResult& merged,
   // Of the tokens one shard of which holds nearly the whole sum: the rest is exact by definition
   // (exp(0) = 1), so a common factor has nowhere to hide.
   constexpr double kSmallShare = 0.125;
-  double error_sum = 0, error_allowed_sum = 0;
+  double error_sum = 0, variance_sum = 0;
   int64_t error_count = 0;
   for (size_t i = 0; i < n; ++i) {
     const int64_t b = expected.tokens[i];
@@ -148,7 +151,7 @@ void judge_merge(const std::string& stage, const ForwardResult& merged,
 
     // First order: each rebased shard brings exp's promised error, the rounding of its argument and
     // of the product; adding shards rounds once each.
-    double relative = 0, rebased_share = 0, predicted_allowed = 0;
+    double relative = 0, rebased_share = 0, added_variance = 0, predicted_allowed = 0;
     for (const reference::Statistics& shard : shards) {
       const double local = shard.logits_max.value[i];
       const double shift = local == max || !std::isfinite(local) ? 0 : local - max;
@@ -158,6 +161,8 @@ void judge_merge(const std::string& stage, const ForwardResult& merged,
       if (shift != 0) {
         relative += share * (reference::kExpError + (2 + std::abs(shift)) * kFloatRoundoff);
         rebased_share += share;
+        // Adding less than an ulp cannot round by more than what is added.
+        added_variance += std::pow(std::min(share, kFloatRoundoff), 2) / 3;
       }
       if (shard.target_mask[i] == 0) {
         predicted_allowed = shift == 0 ? 0
@@ -174,18 +179,17 @@ void judge_merge(const std::string& stage, const ForwardResult& merged,
                         std::isfinite(predicted) ? reference::kMargin * predicted_allowed : 0, b);
     if (finite && sum > 0 && rebased_share <= kSmallShare) {
       error_sum += got_sum / sum - 1;
-      error_allowed_sum += relative;
+      variance_sum += relative * relative / 3 + added_variance;
       ++error_count;
     }
   }
   out.push_back(max_judge.verdict());
   out.push_back(sum_judge.verdict());
   if (error_count >= 8) {
-    // Roundings of additions are independent: their mean shrinks with the square root of the count.
+    // Errors of different tokens are independent, so their mean shrinks with the root of the count.
     const double count = static_cast<double>(error_count);
-    const double additions = std::sqrt(static_cast<double>(shards.size() - 1) / 3.0 / count);
-    const double allowed = reference::kMargin * (error_allowed_sum / count +
-                                                 reference::spread(1) * additions * kFloatRoundoff);
+    const double allowed =
+        reference::kMargin * reference::spread(1) * std::sqrt(variance_sum) / count;
     ElementJudge judge(stage, "sum_exp_logits, mean");
     judge.add(error_sum / count, 0, allowed, -1);
     out.push_back(judge.verdict());
