@@ -149,22 +149,28 @@ void judge_merge(const std::string& stage, const ForwardResult& merged,
     max_judge.add(static_cast<double>(merged.logits_max.as<float>()[b]), max, 0, b);
     mask_judge.add(mask_bit(merged.target_mask, b) ? 1 : 0, expected.target_mask[i], 0, b);
 
-    // First order: each rebased shard brings exp's promised error, the rounding of its argument and
-    // of the product; adding shards rounds once each.
+    // First order, shards in the order they are merged: whichever side stands below the larger
+    // maximum is rebased, with exp's promised error, the rounding of its argument and of the
+    // product; adding rounds once more.
     double relative = 0, rebased_share = 0, added_variance = 0, predicted_allowed = 0;
+    double running_max = -kInfinity, running_share = 0;
     for (const reference::Statistics& shard : shards) {
       const double local = shard.logits_max.value[i];
-      const double shift = local == max || !std::isfinite(local) ? 0 : local - max;
       const double share = sum > 0 && std::isfinite(local)
-                               ? shard.sum_exp_logits.value[i] * std::exp(shift) / sum
+                               ? shard.sum_exp_logits.value[i] * std::exp(local - max) / sum
                                : 0;
-      if (shift != 0) {
-        relative += share * (reference::kExpError + (2 + std::abs(shift)) * kFloatRoundoff);
-        rebased_share += share;
+      const double lower_share = local > running_max ? running_share : share;
+      if (lower_share > 0 && local != running_max) {
+        const double step = std::abs(local - running_max);
+        relative += lower_share * (reference::kExpError + (2 + step) * kFloatRoundoff);
         // Adding less than an ulp cannot round by more than what is added.
-        added_variance += std::pow(std::min(share, kFloatRoundoff), 2) / 3;
+        added_variance += std::pow(std::min(lower_share, kFloatRoundoff), 2) / 3;
       }
+      if (local != max) rebased_share += share;
+      running_share += share;
+      running_max = std::max(running_max, local);
       if (shard.target_mask[i] == 0) {
+        const double shift = std::isfinite(local) ? local - max : 0;
         predicted_allowed = shift == 0 ? 0
                                        : reference::half_ulp(DType::f32, shift) +
                                              reference::half_ulp(DType::f32, predicted);
