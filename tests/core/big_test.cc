@@ -8,6 +8,7 @@
 
 #include "logitless/loss.h"
 #include "tests/support/cases.h"
+#include "tests/support/sanitizers.h"
 
 namespace logitless::test {
 namespace {
@@ -91,7 +92,9 @@ class FarRows {
         bytes_(static_cast<size_t>(((rows - 1) * row_stride + cols) * size_of(dtype))) {
     void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory != MAP_FAILED) view_.data = memory;
+    if (memory == MAP_FAILED) return;
+    mark_as_mapped(memory, bytes_);
+    view_.data = memory;
   }
   ~FarRows() {
     if (view_.data != nullptr) munmap(view_.data, bytes_);

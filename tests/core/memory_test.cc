@@ -155,8 +155,11 @@ TEST_P(Allocation, MergeAndLossAllocateNothing) {
   EXPECT_EQ(allocations, 0);
 }
 
-// Workspace contents from another run, or of any kind, are no input.
-TEST_P(Allocation, WhatTheWorkspaceHoldsIsNoInput) {
+class Workspace : public IsaTest {};
+LOGITLESS_INSTANTIATE_PER_ISA(Workspace);
+
+// Contents from another run, or of any kind, are no input.
+TEST_P(Workspace, WhatTheWorkspaceHoldsIsNoInput) {
   const ForwardCase c = make_forward_case({.BT = 37, .V = 333, .H = 40}, all_arithmetics()[1]);
   const GradientCase g =
       make_gradient_case(make_forward_case({.BT = 37, .V = 333, .H = 40}, all_arithmetics()[1]));

@@ -184,8 +184,10 @@ TEST_P(Plan, AnyLimitThatIsAcceptedIsKept) {
 
 TEST_P(Plan, ThreadsAreTakenFromTheOptionsOrTheMachine) {
   EXPECT_EQ(plan_forward({.BT = 4, .V = 4, .H = 4}, {}, options(5))->threads(), 5);
-  EXPECT_EQ(plan_forward({.BT = 4, .V = 4, .H = 4}, {}, {.isa = isa()})->threads(),
+  EXPECT_EQ(plan_forward({.BT = 4096, .V = 4096, .H = 4096}, {}, {.isa = isa()})->threads(),
             default_threads());
+  // A tiny problem is done before a second thread has woken up.
+  EXPECT_EQ(plan_forward({.BT = 4, .V = 4, .H = 4}, {}, {.isa = isa()})->threads(), 1);
 }
 
 // A plan outlives what made it and may be shared by threads.

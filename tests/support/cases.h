@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <ostream>
 #include <random>
 #include <string>
 #include <vector>
@@ -21,6 +22,7 @@ struct Arithmetic {
   const char* name = "bf16";
   DType multiplied() const { return multiply.value_or(operand); }
 };
+inline void PrintTo(const Arithmetic& arithmetic, std::ostream* out) { *out << arithmetic.name; }
 std::vector<Arithmetic> all_arithmetics();  // f16, bf16, f32, f32 multiplied in bf16
 
 enum class InputKind {

@@ -10,6 +10,8 @@
 #include <cstring>
 #include <utility>
 
+#include "tests/support/sanitizers.h"
+
 namespace logitless::test {
 namespace {
 
@@ -21,6 +23,9 @@ int64_t page() {
   return bytes;
 }
 
+// On either side: address space only, and wide, since a wrong offset seldom misses by little.
+int64_t guard() { return 256 * page(); }
+
 [[noreturn]] void out_of_memory(int64_t bytes) {
   std::fprintf(stderr, "guarded buffer: cannot map %lld bytes\n", static_cast<long long>(bytes));
   std::abort();
@@ -30,15 +35,16 @@ int64_t page() {
 
 GuardedBuffer::GuardedBuffer(int64_t bytes, int64_t alignment) : bytes_(bytes) {
   const int64_t inside = (bytes + page() - 1) / page() * page();
-  mapped_bytes_ = inside + 2 * page();
+  mapped_bytes_ = inside + 2 * guard();
   void* mapping = mmap(nullptr, static_cast<size_t>(mapped_bytes_), PROT_NONE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED) out_of_memory(mapped_bytes_);
   mapping_ = static_cast<std::byte*>(mapping);
-  std::byte* begin = mapping_ + page();
+  std::byte* begin = mapping_ + guard();
   if (inside > 0 && mprotect(begin, static_cast<size_t>(inside), PROT_READ | PROT_WRITE) != 0) {
     out_of_memory(inside);
   }
+  mark_as_mapped(begin, static_cast<size_t>(inside));
   data_ = begin + (inside - bytes) / alignment * alignment;
   std::memset(begin, kPattern, static_cast<size_t>(data_ - begin));
   std::memset(data_, kNaNByte, static_cast<size_t>(bytes));
@@ -62,8 +68,8 @@ GuardedBuffer& GuardedBuffer::operator=(GuardedBuffer&& other) noexcept {
 
 std::string GuardedBuffer::damage() const {
   if (mapping_ == nullptr) return {};
-  const std::byte* begin = mapping_ + page();
-  const std::byte* end = mapping_ + mapped_bytes_ - page();
+  const std::byte* begin = mapping_ + guard();
+  const std::byte* end = mapping_ + mapped_bytes_ - guard();
   for (const std::byte* p = begin; p != end; ++p) {
     if (p == data_) p = data_ + bytes_;
     if (p == end) break;
@@ -79,6 +85,7 @@ std::span<std::byte> guarded_workspace(int64_t bytes) {
   constexpr int64_t kAlignment = 64;
   constexpr int64_t kFilled = int64_t{1} << 20;
   thread_local GuardedBuffer buffer;
+  if (bytes == 0) return {};
   const int64_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
   if (buffer.size() < rounded) {
     buffer = GuardedBuffer(std::max(rounded, 2 * buffer.size()), kAlignment);

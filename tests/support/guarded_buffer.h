@@ -8,7 +8,7 @@
 
 namespace logitless::test {
 
-// Memory between two pages that no one may touch. The data ends at the page behind it (up to the
+// Memory between two areas that no one may touch. The data ends at the area behind it (up to the
 // alignment asked for), so that one element too far is a crash at the instruction that reads or
 // writes it; the bytes before the data and in the alignment gap hold a pattern that damage()
 // checks.

@@ -3,10 +3,18 @@
 
 #include <gtest/gtest.h>
 
+#include <ostream>
 #include <string>
 
 #include "logitless/machine.h"
 #include "logitless/options.h"
+
+namespace logitless {
+inline namespace LOGITLESS_ABI_NAMESPACE {
+// How GoogleTest prints a parameter.
+inline void PrintTo(Isa isa, std::ostream* out) { *out << name_of(isa); }
+}  // namespace LOGITLESS_ABI_NAMESPACE
+}  // namespace logitless
 
 namespace logitless::test {
 
