@@ -7,7 +7,7 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 prefix=$SCRATCH/prefix
-work=$SCRATCH/$1
+work=$SCRATCH/work/$1
 rm -rf "$work"
 mkdir -p "$work"
 
