@@ -6,6 +6,8 @@
 #include <initializer_list>
 #include <string>
 
+#include "strides.h"
+
 namespace logitless {
 inline namespace LOGITLESS_ABI_NAMESPACE {
 namespace {
@@ -102,21 +104,10 @@ Result<void> check_matrix(const Name& name, const ConstMatrixView& view, int64_t
                    number(size_of(view.dtype)) + " bytes");
   }
   if (access == Access::output) {
-    if (cols > 1 && view.col_stride == 0) {
-      return invalid(name + ": column stride is 0, elements of an output must not overlap");
-    }
-    if (rows > 1 && view.row_stride == 0) {
-      return invalid(name + ": row stride is 0, elements of an output must not overlap");
-    }
-    if (rows > 1 && cols > 1) {
-      // One dimension's whole extent must fit between two steps of the other.
-      const bool by_rows = (view.row_stride - 1) / view.col_stride >= cols - 1;
-      const bool by_cols = (view.col_stride - 1) / view.row_stride >= rows - 1;
-      if (!by_rows && !by_cols) {
-        return invalid(name + ": row stride " + number(view.row_stride) + " is less than " +
-                       cols_name + " = " + number(cols) + " steps of " + number(view.col_stride) +
-                       ", elements of an output must not overlap");
-      }
+    if (elements_overlap(rows, cols, view.row_stride, view.col_stride)) {
+      return invalid(name + ": strides (" + number(view.row_stride) + ", " +
+                     number(view.col_stride) + ") put two elements of [" + number(rows) + ", " +
+                     number(cols) + "] at one address, elements of an output must not overlap");
     }
   }
   return {};

@@ -13,14 +13,26 @@ namespace logitless {
 inline namespace LOGITLESS_ABI_NAMESPACE {
 namespace {
 
+constexpr double kFlopsPerThread = 4e6;  // some tens of microseconds on a current core
+
+double product_flops(const Shape& s) {
+  return 2.0 * static_cast<double>(s.BT) * static_cast<double>(s.V) * static_cast<double>(s.H);
+}
+
+// flops: of the whole call, or less than 0 when the operator settles its threads itself.
 Result<Target> choose_target(const PlanOptions& options, DType operand,
-                             const std::optional<DType>& multiply) {
+                             const std::optional<DType>& multiply, double flops) {
   if (auto ok = check_options(options); !ok) return ok.error();
   Target target;
   const auto isa = options.isa ? parse_isa(name_of(*options.isa)) : default_isa();
   if (!isa) return isa.error();
   target.isa = *isa;
   target.threads = options.threads > 0 ? options.threads : default_threads();
+  if (options.threads == 0 && flops >= 0) {
+    // A small problem is done before a team has met, and meeting is slow on a busy machine.
+    const double worth = flops / kFlopsPerThread;
+    if (worth < target.threads) target.threads = std::max(1, static_cast<int>(worth));
+  }
   target.kernels = cpu::kernels_of(target.isa);
   target.multiply = multiply.value_or(operand);
   target.l2_bytes = machine_info().l2_bytes;
@@ -50,6 +62,12 @@ std::string bytes_text(int64_t bytes) {
   } else {
     std::snprintf(text, sizeof(text), "%.1f MiB", static_cast<double>(bytes) / (1 << 20));
   }
+  return text;
+}
+
+std::string percent_text(double share) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f %%", 100 * share);
   return text;
 }
 
@@ -115,14 +133,46 @@ int64_t lay_out(ForwardPlanData& p) {
 
 namespace {
 
+// The share of a team's time that waits for its slowest member when `units` equal pieces of work
+// are shared out.
+double idle_share(int64_t units, int64_t threads) {
+  if (units == 0) return 0;
+  const auto slots = static_cast<double>(ceil_div(units, threads) * threads);
+  return 1.0 - static_cast<double>(units) / slots;
+}
+
+// Estimated cycles of a forward with these blocks: rounds of (segment, token panel) units between
+// two barriers, weight packed once per block, and what a walk over a segment costs when few panels
+// share it.
+double forward_cycles(const ForwardPlanData& p) {
+  const cpu::GemmKernels& g = *p.target.gemm;
+  const int64_t threads = p.target.threads;
+  const int64_t panels = ceil_div(p.token_block, g.mr);
+  const int64_t segments = ceil_div(p.shape.V, cpu::kSegmentColumns);
+  const int64_t rest = segments % p.chunk_segments;
+  const auto rounds = static_cast<double>(segments / p.chunk_segments *
+                                              ceil_div(p.chunk_segments * panels, threads) +
+                                          ceil_div(rest * panels, threads));
+  const auto H = static_cast<double>(p.shape.H);
+  constexpr double kBarriers = 10e3;  // two per chunk, with the wait for the slowest thread
+  constexpr double kPack = 0.35;      // a transpose in registers, per element
+  constexpr double kWalk = 0.08;      // of the unit's time, if one panel walks alone
+  const double unit =
+      static_cast<double>(g.mr) * cpu::kSegmentColumns * (H / 64 + 1) * (1 + kWalk / p.group);
+  const double pack = kPack * static_cast<double>(p.shape.V) * H / static_cast<double>(threads);
+  const double chunks = static_cast<double>(ceil_div(segments, p.chunk_segments));
+  const auto blocks = static_cast<double>(ceil_div(p.shape.BT, p.token_block));
+  return blocks * (rounds * unit + pack + chunks * kBarriers);
+}
+
 // Tokens in blocks, as many rows per block as fit, since weight is packed once per block; weight in
-// chunks of segments, few, since a chunk only has to keep the threads busy between two barriers.
+// chunks of segments, which only have to keep the threads evenly busy between two barriers.
 Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
   const cpu::GemmKernels& g = *p.target.gemm;
   const int64_t units = ceil_div(p.shape.H, g.k_unit);
   const int64_t segments = std::max<int64_t>(1, ceil_div(p.shape.V, cpu::kSegmentColumns));
-  const int64_t segment_bytes = std::max<int64_t>(1, units * cpu::kSegmentColumns * 4);
   const int64_t BT = std::max<int64_t>(p.shape.BT, 1);
+  const int64_t token_panels = ceil_div(BT, g.mr);
 
   p.token_block = std::min<int64_t>(BT, g.mr);
   p.chunk_segments = 1;
@@ -137,28 +187,23 @@ Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
     return too_small(options, least);
   }
 
-  // Token panels that share a walk over a segment: half of L2, at most 8.
-  const int64_t panel_bytes = std::max<int64_t>(1, units * g.mr * 4);
-  const int64_t group_wanted = std::clamp<int64_t>(p.target.l2_bytes / 2 / panel_bytes, 1, 8);
-  int64_t segments_wanted = std::clamp<int64_t>((int64_t{4} << 20) / segment_bytes, 1, segments);
-  // Few tokens: cut the vocabulary between the threads instead.
-  const int64_t token_panels = ceil_div(BT, g.mr);
-  const int64_t threads = p.target.threads;
-  if (token_panels < 4 * threads) {
-    segments_wanted = std::min(segments, std::max(segments_wanted, 4 * threads));
-  }
-
   const auto fits = [&](int64_t block, int64_t chunk, int64_t group) {
     p.token_block = block;
     p.chunk_segments = chunk;
     p.group = static_cast<int>(group);
     return lay_out(p) <= limit;
   };
-  for (int64_t group = std::min(group_wanted, token_panels);;
-       group = std::max<int64_t>(1, group / 2)) {
-    for (int64_t chunk = segments_wanted;; chunk = std::max<int64_t>(1, chunk / 2)) {
-      // The largest block that fits, by bisection over panels.
-      int64_t low = 0;
+  // Panels that share a walk: half of L2, at most 8. Chunks: enough segments for any team to share
+  // evenly; a few MiB of weight serve a small one.
+  const int64_t panel_bytes = std::max<int64_t>(1, units * g.mr * 4);
+  const int64_t widest =
+      std::min(token_panels, std::clamp<int64_t>(p.target.l2_bytes / 2 / panel_bytes, 1, 8));
+  const int64_t longest = std::min<int64_t>(segments, 4 * std::max(16, p.target.threads));
+  double best_cost = 0;
+  ForwardPlanData best;
+  for (int64_t group = widest;; group /= 2) {
+    for (int64_t chunk = 1; chunk <= longest; ++chunk) {
+      int64_t low = 0;  // the largest block that fits, by bisection over panels
       int64_t high = token_panels;
       while (low < high) {
         const int64_t mid = (low + high + 1) / 2;
@@ -168,19 +213,20 @@ Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
           high = mid - 1;
         }
       }
-      const bool wide_enough = low >= std::min<int64_t>(token_panels, 32);
-      if (low > 0 && (wide_enough || (chunk == 1 && (group == 1 || low >= 2 * group)))) {
-        // Blocks of equal size.
-        const int64_t blocks = ceil_div(BT, std::min(BT, low * g.mr));
-        const int64_t even = std::min(BT, round_up(ceil_div(BT, blocks), g.mr));
-        fits(even, chunk, group);
-        return {};
+      if (low == 0) break;
+      // Blocks of equal size.
+      const int64_t blocks = ceil_div(BT, std::min(BT, low * g.mr));
+      fits(std::min(BT, round_up(ceil_div(BT, blocks), g.mr)), chunk, group);
+      const double cost = forward_cycles(p);
+      if (best.token_block == 0 || cost < best_cost) {
+        best = p;
+        best_cost = cost;
       }
-      if (chunk == 1) break;
     }
     if (group == 1) break;
   }
-  return too_small(options, least);
+  p = best;
+  return {};
 }
 
 // ---- gradient ----------------------------------------------------------------------------------
@@ -245,6 +291,24 @@ int64_t lay_out(GradientPlanData& p) {
 
 namespace {
 
+// The idle share of each step of a full cell.
+std::string idle_text(const GradientPlanData& p) {
+  const cpu::GemmKernels& g = *p.target.gemm;
+  const int64_t token_panels = ceil_div(std::min(p.token_chunk, p.shape.BT), g.mr);
+  const int64_t vocab_panels = ceil_div(std::min(p.vocab_chunk, p.shape.V), g.nr);
+  std::string text = "  idle: grad_logits " +
+                     percent_text(idle_share(token_panels * vocab_panels, p.target.threads));
+  if (p.types.grad_weight) {
+    text += ", grad_weight " +
+            percent_text(idle_share(ceil_div(p.shape.H, g.mr) * vocab_panels, p.target.threads));
+  }
+  if (p.types.grad_input) {
+    text += ", grad_input " +
+            percent_text(idle_share(token_panels * ceil_div(p.shape.H, g.nr), p.target.threads));
+  }
+  return text + "\n";
+}
+
 // Estimated cycles of one thread's share, products left out (they are the same for every plan):
 // packing, accumulators moving in and out, barriers.
 double overhead_cycles(const GradientPlanData& p) {
@@ -290,6 +354,13 @@ Result<void> choose_schedule(GradientPlanData& p, const PlanOptions& options) {
   const int64_t BT = p.shape.BT;
   const int64_t V = p.shape.V;
   const int64_t H = p.shape.H;
+  if (BT == 0 || V == 0 || H == 0) {  // there is no product: nothing to keep
+    p.token_chunk = g.mr;
+    p.vocab_chunk = g.nr;
+    lay_out(p);
+    p.workspace_bytes = p.least_bytes = 0;
+    return {};
+  }
   // More than about 2,000 columns or 16,384 tokens at a time bring nothing that the model sees.
   const auto vocab_sizes =
       chunk_sizes(V, g.nr, {2240, 1792, 1344, 896, 672, 448, 320, 224, 160, 96, 64, 32, 16, 8});
@@ -468,7 +539,7 @@ Result<LossAndGradientPlan> plan_loss_and_gradient(const Shape& shape,
                                                    const PlanOptions& options, Strategy strategy) {
   if (auto ok = check_shape(shape); !ok) return ok.error();
   if (auto ok = check_types(types); !ok) return ok.error();
-  auto target = choose_target(options, types.operand, types.multiply);
+  auto target = choose_target(options, types.operand, types.multiply, product_flops(shape));
   if (!target) return target.error();
   auto data = std::make_shared<LossAndGradientPlanData>();
   data->shape = shape;
@@ -499,7 +570,7 @@ Result<ForwardPlan> plan_forward(const Shape& shape, const ForwardTypes& types,
                                  const PlanOptions& options) {
   if (auto ok = check_shape(shape); !ok) return ok.error();
   if (auto ok = check_types(types); !ok) return ok.error();
-  auto target = choose_target(options, types.operand, types.multiply);
+  auto target = choose_target(options, types.operand, types.multiply, product_flops(shape));
   if (!target) return target.error();
   auto data = std::make_shared<ForwardPlanData>();
   data->shape = shape;
@@ -515,7 +586,7 @@ Result<MergePlan> plan_merge(int64_t BT, int64_t shards, const PlanOptions& opti
     return Error{ErrorKind::invalid_argument,
                  "shards is " + std::to_string(shards) + ", must be at least 1"};
   }
-  auto target = choose_target(options, DType::f32, {});
+  auto target = choose_target(options, DType::f32, {}, -1);
   if (!target) return target.error();
   auto data = std::make_shared<MergePlanData>();
   data->BT = BT;
@@ -534,7 +605,7 @@ Result<LossPlan> plan_loss(int64_t BT, int64_t V, const LossTypes& types,
                                                   name_of(*types.softmax_logits) +
                                                   ", must be f32, f16 or bf16"};
   }
-  auto target = choose_target(options, DType::f32, {});
+  auto target = choose_target(options, DType::f32, {}, -1);
   if (!target) return target.error();
   auto data = std::make_shared<LossPlanData>();
   data->BT = BT;
@@ -548,7 +619,7 @@ Result<GradientPlan> plan_gradient(const Shape& shape, const GradientTypes& type
                                    const PlanOptions& options) {
   if (auto ok = check_shape(shape); !ok) return ok.error();
   if (auto ok = check_types(types); !ok) return ok.error();
-  auto target = choose_target(options, types.operand, types.multiply);
+  auto target = choose_target(options, types.operand, types.multiply, product_flops(shape));
   if (!target) return target.error();
   auto data = std::make_shared<GradientPlanData>();
   data->shape = shape;
@@ -581,6 +652,9 @@ std::string ForwardPlan::describe() const {
           bytes_text(ceil_div(p.token_block, p.target.gemm->mr) * units * p.target.gemm->mr * 4) +
           ", weight " + bytes_text(p.chunk_segments * units * cpu::kSegmentColumns * 4) +
           ", tiles " + bytes_text(p.target.threads * p.tiles_stride) + "\n";
+  const int64_t panels = ceil_div(p.token_block, p.target.gemm->mr);
+  text += "  idle: " + percent_text(idle_share(p.chunk_segments * panels, p.target.threads)) +
+          " (" + std::to_string(p.chunk_segments * panels) + " units a chunk)\n";
   return text;
 }
 
@@ -634,7 +708,7 @@ std::string LossAndGradientPlan::describe() const {
           bytes_text(ceil_div(p.forward.token_block, p.target.gemm->mr) * p.forward.vocab_panels() *
                      p.forward.held_tile_bytes()) +
           ", accumulator " + bytes_text(p.gradient.accumulator_bytes) + "\n";
-  return text;
+  return text + idle_text(p.gradient);
 }
 
 int64_t GradientPlan::workspace_bytes() const { return data_->workspace_bytes; }
@@ -661,7 +735,7 @@ std::string GradientPlan::describe() const {
   text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +
           std::to_string(p.workspace_bytes) + " bytes), of it accumulator " +
           bytes_text(p.accumulator_bytes) + "\n";
-  return text;
+  return text + idle_text(p);
 }
 
 }  // namespace LOGITLESS_ABI_NAMESPACE

@@ -27,7 +27,8 @@ enum class LogitsRounding : uint8_t {
 
 // What every plan takes. A plan latches these; run obeys them.
 struct PlanOptions {
-  int threads = 0;              // 0 = default_threads(); run uses that many or fewer, same bits
+  int threads = 0;              // 0 = default_threads(), fewer where the problem is tiny;
+                                // run uses that many or fewer, same bits
   std::optional<Isa> isa = {};  // absent = default_isa()
   // At most this many bytes of workspace; 0 = the documented default. A limit below the least
   // possible one is ErrorKind::limit_too_small and the message names the least.

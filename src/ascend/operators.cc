@@ -13,6 +13,7 @@
 #include "aclnnop/aclnn_fused_linear_online_max_sum.h"
 #include "executor.h"
 #include "logitless/logitless.h"
+#include "strides.h"
 
 namespace logitless::ascend {
 namespace {
@@ -138,16 +139,10 @@ class Rules {
     for (const int64_t dim : layout.dims) {
       if (dim == 0) return;
     }
-    bool overlaps = false;
-    for (size_t i = 0; i < layout.dims.size(); ++i) {
-      overlaps = overlaps || (layout.dims[i] > 1 && layout.strides[i] == 0);
-    }
-    if (!overlaps && layout.dims.size() == 2 && layout.dims[0] > 1 && layout.dims[1] > 1) {
-      // One dimension's whole extent must fit between two steps of the other.
-      const bool by_rows = (layout.strides[0] - 1) / layout.strides[1] >= layout.dims[1] - 1;
-      const bool by_cols = (layout.strides[1] - 1) / layout.strides[0] >= layout.dims[0] - 1;
-      overlaps = !by_rows && !by_cols;
-    }
+    const bool overlaps =
+        layout.dims.size() == 2
+            ? elements_overlap(layout.dims[0], layout.dims[1], layout.strides[0], layout.strides[1])
+            : layout.dims.size() == 1 && layout.dims[0] > 1 && layout.strides[0] == 0;
     if (!overlaps) return;
     broken(argument, "shape ", shape_text(layout.dims), " with strides ",
            shape_text(layout.strides), ", elements of an output must not overlap");

@@ -66,7 +66,17 @@ const Level& level_of(Isa isa) {
   return kLevels.back();
 }
 
-bool usable(const Level& level) { return level.kernels() != nullptr && level.offered(); }
+// Asked once: cpuid is slow in a virtual machine, and the answer does not change.
+bool usable(const Level& level) {
+  static const auto offered = [] {
+    std::array<bool, kLevels.size()> all{};
+    for (size_t i = 0; i < kLevels.size(); ++i) {
+      all[i] = kLevels[i].kernels() != nullptr && kLevels[i].offered();
+    }
+    return all;
+  }();
+  return offered[static_cast<size_t>(&level - kLevels.data())];
+}
 
 const Kernels* kernels_of(Isa isa) { return level_of(isa).kernels(); }
 
