@@ -28,9 +28,11 @@ struct ScalarVec {
   static float reduce_add(F a) { return a; }
   static F clamp_keep_nan(F x, float lo, float hi) { return x < lo ? lo : (x > hi ? hi : x); }
 
-  // p * 2^n in two steps: the first is exact, so there is one rounding.
-  static F scale_by_power_of_two(F p, F n, F) {
-    const int32_t whole = static_cast<int32_t>(n);
+  // p * 2^n in two steps: the first is exact, so there is one rounding. n stands in the low bits of
+  // `shifted` (exp-inl.h), where a NaN is an odd number and not an undefined conversion.
+  static F scale_by_power_of_two(F p, F, F shifted) {
+    const int32_t whole =
+        __builtin_bit_cast(int32_t, shifted) - __builtin_bit_cast(int32_t, 0x1.8p23f);
     const int32_t half = whole >> 1;
     return p * power_of_two(half) * power_of_two(whole - half);
   }
