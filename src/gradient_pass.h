@@ -411,6 +411,12 @@ class GradientPass {
             if (tile != whole) std::copy(whole, whole + rows * g_.nr, tile);
           },
           [&](const float* tile) {
+            if (out_.grad_weight->col_stride == 1) {
+              k_.store_transposed(out_.grad_weight->dtype, tile, rows, g_.nr,
+                                  static_cast<int>(columns), at(*out_.grad_weight, v0, h0),
+                                  out_.grad_weight->row_stride * size_of(out_.grad_weight->dtype));
+              return;
+            }
             k_.transpose(tile, rows, g_.nr, transposed, wide);
             for (int64_t v = 0; v < columns; ++v) {
               store_row(k_, *out_.grad_weight, v0 + v, h0, rows, transposed + v * wide);

@@ -18,6 +18,10 @@ enum class PackSource : uint8_t {
   f32_as_bf16 = 3,  // fp32 in memory, rounded to bf16 (nearest even)
 };
 
+constexpr int64_t source_bytes(PackSource source) {
+  return source == PackSource::f16 || source == PackSource::bf16 ? 2 : 4;
+}
+
 // Panels. A product C[rows, cols] += sum over k of A[rows, k] * B[k, cols] reads both operands
 // packed in panels of `width` rows (A, width = mr) or columns (B, width = nr). A panel is
 // [k_units][width] units of 4 bytes: a unit is one fp32 element (k_unit = 1), or a pair of bf16
@@ -112,6 +116,9 @@ struct Kernels {
   // Contiguous conversions between a storage type and fp32, one rounding (nearest even).
   void (*load)(DType type, const void* src, int64_t count, float* dst);
   void (*store)(DType type, const float* src, int64_t count, void* dst);
+  // tile [rows][nr] -> row c of the output, for c < columns, holds column c of the tile, in `type`.
+  void (*store_transposed)(DType type, const float* tile, int rows, int nr, int columns, void* out,
+                           int64_t out_row_bytes);
   // tile [rows][nr] -> out [nr][out_stride].
   void (*transpose)(const float* tile, int rows, int nr, float* out, int64_t out_stride);
 };

@@ -9,12 +9,6 @@
 
 namespace {
 
-template <logitless::cpu::PackSource kSource>
-constexpr int64_t source_bytes() {
-  using logitless::cpu::PackSource;
-  return kSource == PackSource::f16 || kSource == PackSource::bf16 ? 2 : 4;
-}
-
 // kLanes units that lie one behind the other in memory.
 template <class G, logitless::cpu::PackSource kSource>
 [[gnu::always_inline]] inline typename G::V::F load_units(const void* p) {
@@ -29,7 +23,7 @@ template <class G, logitless::cpu::PackSource kSource>
 template <class G, logitless::cpu::PackSource kSource>
 [[gnu::always_inline]] inline typename G::V::F load_units_first(const void* p, int64_t elements) {
   alignas(64) unsigned char buffer[G::kLanes * G::kUnit * 4] = {};
-  std::memcpy(buffer, p, static_cast<size_t>(elements * source_bytes<kSource>()));
+  std::memcpy(buffer, p, static_cast<size_t>(elements * logitless::cpu::source_bytes(kSource)));
   return load_units<G, kSource>(buffer);
 }
 
@@ -48,8 +42,8 @@ void pack_rows_from(const void* const* rows, int count, int width, int64_t k, fl
           r[i] = V::zero();
           continue;
         }
-        const auto* p =
-            static_cast<const unsigned char*>(rows[r0 + i]) + k0 * source_bytes<kSource>();
+        const auto* p = static_cast<const unsigned char*>(rows[r0 + i]) +
+                        k0 * logitless::cpu::source_bytes(kSource);
         r[i] = elements == kBlock ? load_units<G, kSource>(p)
                                   : load_units_first<G, kSource>(p, elements);
       }
@@ -70,7 +64,7 @@ void pack_rows_from(const void* const* rows, int count, int width, int64_t k, fl
 template <class G, logitless::cpu::PackSource kSource>
 void pack_cols_from(const void* const* rows, int64_t k, int count, int width, float* dst) {
   using V = typename G::V;
-  constexpr int64_t kBytes = source_bytes<kSource>();
+  constexpr int64_t kBytes = logitless::cpu::source_bytes(kSource);
   for (int64_t k0 = 0; k0 < k; k0 += G::kUnit) {
     for (int c0 = 0; c0 < width; c0 += G::kLanes) {
       const int valid = count - c0 < 0 ? 0 : (count - c0 < G::kLanes ? count - c0 : G::kLanes);

@@ -259,42 +259,78 @@ void exp_values(const float* x, int64_t count, float* out) {
   map_values<V>(x, count, out, [](typename V::F v) { return exp_vector<V>(v); });
 }
 
-template <class V, logitless::cpu::PackSource kSource, class T>
-void load_from(const T* src, int64_t count, float* dst) {
+template <class V, logitless::cpu::PackSource kSource>
+void load_from(const void* src, int64_t count, float* dst) {
+  constexpr int64_t kBytes = logitless::cpu::source_bytes(kSource);
+  const auto* p = static_cast<const unsigned char*>(src);
   int64_t i = 0;
   for (; i + V::kLanes <= count; i += V::kLanes) {
-    V::store(dst + i, V::template load_as<kSource>(src + i));
+    V::store(dst + i, V::template load_as<kSource>(p + i * kBytes));
   }
-  for (; i < count; ++i) dst[i] = static_cast<float>(src[i]);
+  if (i < count) {
+    const auto rest = static_cast<int>(count - i);
+    V::store_first(dst + i, V::template load_first_as<kSource>(p + i * kBytes, rest), rest);
+  }
 }
 
 template <class V>
 void load_values(logitless::DType type, const void* src, int64_t count, float* dst) {
   using logitless::cpu::PackSource;
+  if (type == logitless::DType::f32) return load_from<V, PackSource::f32>(src, count, dst);
+  if (type == logitless::DType::f16) return load_from<V, PackSource::f16>(src, count, dst);
+  return load_from<V, PackSource::bf16>(src, count, dst);
+}
+
+// The first n lanes of x as elements of `type`; n = kLanes stores all of them.
+template <class V>
+[[gnu::always_inline]] inline void store_lanes(logitless::DType type, void* p, typename V::F x,
+                                               int n) {
   if (type == logitless::DType::f32) {
-    load_from<V, PackSource::f32>(static_cast<const float*>(src), count, dst);
-  } else if (type == logitless::DType::f16) {
-    load_from<V, PackSource::f16>(static_cast<const logitless::float16*>(src), count, dst);
-  } else {
-    load_from<V, PackSource::bf16>(static_cast<const logitless::bfloat16*>(src), count, dst);
+    auto* out = static_cast<float*>(p);
+    return n == V::kLanes ? V::store(out, x) : V::store_first(out, x, n);
   }
+  if (type == logitless::DType::f16) {
+    return n == V::kLanes ? V::store_f16(p, x) : V::store_f16_first(p, x, n);
+  }
+  return n == V::kLanes ? V::store_bf16(p, x) : V::store_bf16_first(p, x, n);
 }
 
 template <class V>
 void store_values(logitless::DType type, const float* src, int64_t count, void* dst) {
+  const int64_t bytes = type == logitless::DType::f32 ? 4 : 2;
+  auto* p = static_cast<unsigned char*>(dst);
   int64_t i = 0;
-  if (type == logitless::DType::f32) {
-    float* out = static_cast<float*>(dst);
-    for (; i + V::kLanes <= count; i += V::kLanes) V::store(out + i, V::load(src + i));
-    for (; i < count; ++i) out[i] = src[i];
-  } else if (type == logitless::DType::f16) {
-    auto* out = static_cast<logitless::float16*>(dst);
-    for (; i + V::kLanes <= count; i += V::kLanes) V::store_f16(out + i, V::load(src + i));
-    for (; i < count; ++i) out[i] = logitless::float16(src[i]);
-  } else {
-    auto* out = static_cast<logitless::bfloat16*>(dst);
-    for (; i + V::kLanes <= count; i += V::kLanes) V::store_bf16(out + i, V::load(src + i));
-    for (; i < count; ++i) out[i] = logitless::bfloat16(src[i]);
+  for (; i + V::kLanes <= count; i += V::kLanes) {
+    store_lanes<V>(type, p + i * bytes, V::load(src + i), V::kLanes);
+  }
+  if (i < count) {
+    alignas(64) float lanes[V::kLanes] = {};
+    for (int64_t j = i; j < count; ++j) lanes[j - i] = src[j];
+    store_lanes<V>(type, p + i * bytes, V::load(lanes), static_cast<int>(count - i));
+  }
+}
+
+// tile [rows][nr] -> row c of the output holds column c, from squares of kLanes in registers.
+template <class V>
+void store_transposed(logitless::DType type, const float* tile, int rows, int nr, int columns,
+                      void* out, int64_t out_row_bytes) {
+  const int64_t bytes = type == logitless::DType::f32 ? 4 : 2;
+  for (int r0 = 0; r0 < rows; r0 += V::kLanes) {
+    const int lanes = rows - r0 < V::kLanes ? rows - r0 : V::kLanes;
+    for (int c0 = 0; c0 < columns; c0 += V::kLanes) {
+      typename V::F r[V::kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < V::kLanes; ++i) {
+        r[i] = i < lanes ? V::load(tile + (r0 + i) * nr + c0) : V::zero();
+      }
+      V::transpose(r);
+      auto* p = static_cast<unsigned char*>(out) + c0 * out_row_bytes + r0 * bytes;
+      const int valid = columns - c0 < V::kLanes ? columns - c0 : V::kLanes;
+#pragma GCC unroll 16
+      for (int j = 0; j < V::kLanes; ++j) {
+        if (j < valid) store_lanes<V>(type, p + j * out_row_bytes, r[j], lanes);
+      }
+    }
   }
 }
 

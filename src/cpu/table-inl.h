@@ -39,6 +39,7 @@ constexpr logitless::cpu::Kernels table(logitless::Isa isa, const logitless::cpu
       .exp = &exp_values<V>,
       .load = &load_values<V>,
       .store = &store_values<V>,
+      .store_transposed = &store_transposed<V>,
       .transpose = &transpose_tile<V>,
   };
 }

@@ -86,6 +86,25 @@ struct Avx2Vec {
     _mm_storeu_si128(static_cast<__m128i*>(p),
                      _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
+  // The first n elements; the others are zero, and neither read nor written.
+  template <logitless::cpu::PackSource kSource>
+  static F load_first_as(const void* p, int n) {
+    using logitless::cpu::PackSource;
+    constexpr bool kHalf = kSource == PackSource::f16 || kSource == PackSource::bf16;
+    alignas(32) unsigned char lanes[4 * kLanes] = {};
+    std::memcpy(lanes, p, static_cast<size_t>(n) * (kHalf ? 2 : 4));
+    return load_as<kSource>(lanes);
+  }
+  static void store_bf16_first(void* p, F x, int n) {
+    uint16_t lanes[kLanes];
+    store_bf16(lanes, x);
+    std::memcpy(p, lanes, static_cast<size_t>(n) * 2);
+  }
+  static void store_f16_first(void* p, F x, int n) {
+    uint16_t lanes[kLanes];
+    store_f16(lanes, x);
+    std::memcpy(p, lanes, static_cast<size_t>(n) * 2);
+  }
   // 8 x 8 in registers.
   static void transpose(F* r) {
     F t[8];

@@ -18,9 +18,7 @@ struct Avx512Vec {
   static F set1(float x) { return _mm512_set1_ps(x); }
   static F load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
-  static void store_first(float* p, F x, int n) {
-    _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1u), x);
-  }
+  static void store_first(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
@@ -78,6 +76,31 @@ struct Avx512Vec {
     _mm256_storeu_si256(static_cast<__m256i*>(p),
                         _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
+  // The first n elements; the others are zero, and neither read nor written.
+  template <logitless::cpu::PackSource kSource>
+  static F load_first_as(const void* p, int n) {
+    using logitless::cpu::PackSource;
+    const __mmask16 mask = first(n);
+    if constexpr (kSource == PackSource::f32) return _mm512_maskz_loadu_ps(mask, p);
+    if constexpr (kSource == PackSource::f16) {
+      return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
+    }
+    if constexpr (kSource == PackSource::bf16) {
+      return _mm512_castsi512_ps(
+          _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
+    }
+    if constexpr (kSource == PackSource::f32_as_bf16) {
+      return round_bf16(_mm512_maskz_loadu_ps(mask, p));
+    }
+  }
+  static void store_bf16_first(void* p, F x, int n) {
+    const __m512i u = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(x)), 16);
+    _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtepi32_epi16(u));
+  }
+  static void store_f16_first(void* p, F x, int n) {
+    _mm256_mask_storeu_epi16(p, first(n),
+                             _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
   // 16 x 16 in registers, four stages of 16 shuffles.
   static void transpose(F* r) {
     F t[16];
@@ -109,6 +132,9 @@ struct Avx512Vec {
       r[12 + c] = _mm512_shuffle_f32x4(t[4 + c], t[12 + c], 0xdd);
     }
   }
+
+ private:
+  static __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 };
 
 // 14 x 32 for both families: see gemm_tile-inl.h.

@@ -75,6 +75,25 @@ struct NeonVec {
   static void store_f16(void* p, F x) {
     vst1_u16(static_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(x)));
   }
+  // The first n elements; the others are zero, and neither read nor written.
+  template <logitless::cpu::PackSource kSource>
+  static F load_first_as(const void* p, int n) {
+    using logitless::cpu::PackSource;
+    constexpr bool kHalf = kSource == PackSource::f16 || kSource == PackSource::bf16;
+    alignas(32) unsigned char lanes[4 * kLanes] = {};
+    std::memcpy(lanes, p, static_cast<size_t>(n) * (kHalf ? 2 : 4));
+    return load_as<kSource>(lanes);
+  }
+  static void store_bf16_first(void* p, F x, int n) {
+    uint16_t lanes[kLanes];
+    store_bf16(lanes, x);
+    std::memcpy(p, lanes, static_cast<size_t>(n) * 2);
+  }
+  static void store_f16_first(void* p, F x, int n) {
+    uint16_t lanes[kLanes];
+    store_f16(lanes, x);
+    std::memcpy(p, lanes, static_cast<size_t>(n) * 2);
+  }
   static void transpose(F* r) {
     const float32x4x2_t a = vtrnq_f32(r[0], r[1]);
     const float32x4x2_t b = vtrnq_f32(r[2], r[3]);

@@ -59,6 +59,12 @@ struct ScalarVec {
   static void store_f16(void* p, F x) {
     *static_cast<logitless::float16*>(p) = logitless::float16(x);
   }
+  template <logitless::cpu::PackSource kSource>
+  static F load_first_as(const void* p, int) {
+    return load_as<kSource>(p);
+  }
+  static void store_bf16_first(void* p, F x, int) { store_bf16(p, x); }
+  static void store_f16_first(void* p, F x, int) { store_f16(p, x); }
   static void transpose(F*) {}
 
  private:
