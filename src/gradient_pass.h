@@ -368,10 +368,15 @@ class GradientPass {
   // One output tile: its running sum comes from where it lives, k goes on, and back it goes.
   // load and store move a tile between the output and `c`.
   template <class Load, class Store>
-  void add_tile(const Step& step, float* c, int rows, const float* a, const float* b,
-                int64_t k_units, const Load& load, const Store& store) {
+  void add_tile(const Step& step, float* c, int64_t next_tile, int rows, const float* a,
+                const float* b, int64_t k_units, const Load& load, const Store& store) {
     const bool in_output = step.accumulator != Accumulator::workspace;
     const bool resume = step.first ? step.output.accumulate : true;
+    if (!in_output && !step.first) {
+      // The next tile of the same walk: its running sums arrive while this one is computed.
+      const auto* next = reinterpret_cast<const char*>(c + next_tile);
+      for (int64_t i = 0; i < int64_t{g_.mr} * g_.nr * 4; i += 64) __builtin_prefetch(next + i, 1);
+    }
     if (resume && (step.first || in_output)) load(c);
     g_.tile(rows, a, b, k_units, c, resume);
     if (step.last || in_output) store(c);
@@ -398,7 +403,8 @@ class GradientPass {
                      ? step.tiles + (base + b * panels.count + a) * tile_floats
                      : scratch(team);
       add_tile(
-          step, c, Panels::tile_rows(rows), region<float>(p_.input_cols) + a * units * g_.mr,
+          step, c, tile_floats, Panels::tile_rows(rows),
+          region<float>(p_.input_cols) + a * units * g_.mr,
           region<float>(p_.grad_cols) + b * units * g_.nr, units,
           [&](float* tile) {
             for (int64_t v = 0; v < columns; ++v) {
@@ -445,7 +451,8 @@ class GradientPass {
                      ? step.tiles + (base + a * h_panels + b) * tile_floats
                      : scratch(team);
       add_tile(
-          step, c, Panels::tile_rows(rows), region<float>(p_.grad_rows) + a * units * g_.mr,
+          step, c, h_panels * tile_floats, Panels::tile_rows(rows),
+          region<float>(p_.grad_rows) + a * units * g_.mr,
           region<float>(p_.weight_cols) + b * units * g_.nr, units,
           [&](float* tile) {
             for (int r = 0; r < rows; ++r) {
