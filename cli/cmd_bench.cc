@@ -23,7 +23,9 @@ namespace {
 //   gradient     memory-saving gradient           | gradient from a softmax that is there already
 //   gradient-hp  gradient from a given softmax    | -
 //   step         forward, loss, gradient          | logits written, softmax, gradient from it
-constexpr std::array<const char*, 4> kOps = {"forward", "gradient", "gradient-hp", "step"};
+//   one-pass     loss and both gradients at once  | the same
+constexpr std::array<const char*, 5> kOps = {"forward", "gradient", "gradient-hp", "step",
+                                             "one-pass"};
 
 struct BenchArguments {
   CommonOptions common;
@@ -147,6 +149,12 @@ class Bench {
     }
     if (op == "gradient") return [this] { gradient(nullptr); };
     if (op == "gradient-hp") return [this] { gradient(&*softmax_); };
+    if (op == "one-pass") {
+      return [this] {
+        static_cast<void>(
+            operators_.loss_and_gradient(grad_input_.matrix(), grad_weight_.matrix()));
+      };
+    }
     return [this] {
       const ForwardResult forward = operators_.forward(whole());
       static_cast<void>(operators_.loss(forward));
@@ -275,7 +283,7 @@ void print_lines(const std::vector<Line>& lines) {
 int run_bench(const BenchArguments& arguments) {
   const RunSettings settings = arguments.common.settings();
   std::vector<std::string> ops = arguments.ops;
-  if (ops.empty()) ops = {"forward", "gradient", "step"};
+  if (ops.empty()) ops = {"forward", "gradient", "step", "one-pass"};
   if (!arguments.case_arguments.paths.empty() && !arguments.shapes.empty()) {
     fail("bench takes a CASE or --shape, not both");
   }
@@ -351,7 +359,7 @@ void add_bench(CLI::App& app, Command& command) {
   sub->add_option("--shape", arguments->shapes, "One or more of BT,V,H, instead of a CASE")
       ->type_name("BT,V,H");
   sub->add_option("--op", arguments->ops,
-                  "forward, gradient, gradient-hp, step; default: forward,gradient,step")
+                  "forward, gradient, gradient-hp, step, one-pass; default: all but gradient-hp")
       ->delimiter(',')
       ->check(CLI::IsMember(kOps))
       ->type_name("OP,...");

@@ -38,7 +38,7 @@ Described describe(const std::string& op, const Plan& plan) {
           .text = plan.describe()};
 }
 
-constexpr std::array<const char*, 3> kOps = {"forward", "gradient", "gradient-hp"};
+constexpr std::array<const char*, 4> kOps = {"forward", "gradient", "gradient-hp", "one-pass"};
 
 int run_plan(const PlanArguments& arguments) {
   const PlanOptions options = arguments.common.settings().plan_options();
@@ -55,6 +55,14 @@ int run_plan(const PlanArguments& arguments) {
         types.operand = dtype;
         types.logits_rounding = rounding;
         plans.push_back(describe(op, take(plan_forward(shape, types, options))));
+        continue;
+      }
+      if (op == "one-pass") {
+        LossAndGradientTypes types;
+        types.operand = dtype;
+        types.grad_input = GradientOutput{.dtype = dtype};
+        types.grad_weight = GradientOutput{.dtype = dtype};
+        plans.push_back(describe(op, take(plan_loss_and_gradient(shape, types, options))));
         continue;
       }
       GradientTypes types;
@@ -97,7 +105,7 @@ void add_plan(CLI::App& app, Command& command) {
   sub->add_option("--shape", arguments->shapes, "One or more of BT,V,H")
       ->required()
       ->type_name("BT,V,H");
-  sub->add_option("--op", arguments->ops, "forward, gradient, gradient-hp; default: all")
+  sub->add_option("--op", arguments->ops, "forward, gradient, gradient-hp, one-pass; default: all")
       ->delimiter(',')
       ->check(CLI::IsMember(kOps))
       ->type_name("OP,...");

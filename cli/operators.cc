@@ -179,6 +179,40 @@ void Operators::softmax(const ForwardResult& merged, const HostTensor& logits,
   });
 }
 
+HostTensor Operators::loss_and_gradient(MatrixView grad_input, MatrixView grad_weight) {
+  const Shape shape = case_.shape();
+  if (case_.vocab_start_index != 0) {
+    fail("one pass takes a whole vocabulary: vocab_start_index must be 0");
+  }
+  if (case_.grad_logsumexp) fail("one pass takes no grad_logsumexp");
+  LossAndGradientTypes types;
+  types.operand = case_.dtype();
+  types.target = case_.target.dtype();
+  types.grad_input = GradientOutput{.dtype = grad_input.dtype, .accumulate = false};
+  types.grad_weight = GradientOutput{.dtype = grad_weight.dtype, .accumulate = false};
+  const LossAndGradientPlan plan =
+      take(plan_loss_and_gradient(shape, types, settings_.plan_options()));
+  isa_ = plan.isa();
+  threads_ = plan.threads();
+  HostTensor loss(DType::f32, {shape.BT});
+  LossAndGradientOperands operands;
+  operands.input = case_.input.matrix();
+  operands.weight = case_.weight.matrix();
+  operands.target = case_.target.vector();
+  operands.rows.ignore_index = case_.ignore_index;
+  operands.token_weights = case_.grad.vector();
+  LossAndGradientOutputs outputs;
+  outputs.loss = loss.vector();
+  outputs.grad_input = grad_input;
+  outputs.grad_weight = grad_weight;
+  const double product = 2.0 * static_cast<double>(shape.BT) * static_cast<double>(shape.V) *
+                         static_cast<double>(shape.H);
+  timed("loss and gradient", 3 * product, plan, [&](std::span<std::byte> workspace) {
+    return run(plan, operands, outputs, workspace, settings_.cancel);
+  });
+  return loss;
+}
+
 void Operators::gradient(const GradientRequest& request) {
   const Shape shape{.BT = case_.shape().BT, .V = request.shard.size(), .H = case_.shape().H};
   GradientTypes types;

@@ -101,6 +101,9 @@ class Operators {
   };
   void gradient(const GradientRequest& request);
 
+  // Loss and both gradients of the whole case in one call, the case's `grad` as token weights.
+  HostTensor loss_and_gradient(MatrixView grad_input, MatrixView grad_weight);
+
   // The next call touches fresh pages.
   void drop_workspace() { workspace_.drop(); }
 

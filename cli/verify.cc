@@ -27,7 +27,7 @@ constexpr size_t kTokensWithLogits = 16;
 // Row and column tiles of every instruction set are among these; a tile's first and last row are
 // where a tail or a mask goes wrong.
 constexpr std::initializer_list<int64_t> kTokenTiles = {14, 8, 6, 4, 128, 512};
-constexpr std::initializer_list<int64_t> kVocabularyTiles = {32, 16, 512, 2048};
+constexpr std::initializer_list<int64_t> kVocabularyTiles = {32, 16, 256, 512, 2048};
 
 // The edges of tiles of `size` in [begin, end): around the first boundary and the last, and the
 // ends.

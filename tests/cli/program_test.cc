@@ -231,11 +231,11 @@ TEST_F(ProgramTest, JsonOfEveryCommandParses) {
   EXPECT_EQ(verify["dtype"], "f32");
   EXPECT_NEAR(verify["mean_loss"].get<double>(), loss["mean_loss"].get<double>(), 0.5);
   const json plan = json_of({"plan", "--shape", "1024,32000,2048", "8,100,16", "--json"});
-  EXPECT_EQ(plan["plans"].size(), 6U);
+  EXPECT_EQ(plan["plans"].size(), 8U);
   EXPECT_GT(plan["plans"][0]["workspace_bytes"].get<int64_t>(), 0);
-  const json bench = json_of({"bench", path, "--op", "forward,gradient,gradient-hp,step",
+  const json bench = json_of({"bench", path, "--op", "forward,gradient,gradient-hp,step,one-pass",
                               "--repeats", "2", "--threads", "1", "--json"});
-  ASSERT_EQ(bench["cases"].size(), 4U);
+  ASSERT_EQ(bench["cases"].size(), 5U);
   for (const json& line : bench["cases"]) {
     EXPECT_GT(line["median_seconds"].get<double>(), 0);
     EXPECT_GT(line["ratio_to_peak"].get<double>(), 0);
@@ -248,6 +248,7 @@ TEST_F(ProgramTest, JsonOfEveryCommandParses) {
   EXPECT_EQ(bench["cases"][1]["flops"].get<double>(), 3 * product);
   EXPECT_EQ(bench["cases"][2]["flops"].get<double>(), 2 * product);
   EXPECT_EQ(bench["cases"][3]["flops"].get<double>(), 4 * product);
+  EXPECT_EQ(bench["cases"][4]["flops"].get<double>(), 3 * product);
 }
 
 TEST_F(ProgramTest, TheWorkspaceLimitIsObeyed) {
