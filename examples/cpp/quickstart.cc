@@ -30,7 +30,7 @@ std::vector<bfloat16> wave(int64_t count, float scale, float step) {
 }  // namespace
 
 int main() {
-  const Shape shape = {.BT = 256, .V = 32000, .H = 128};
+  const Shape shape = {.BT = 256, .V = 16000, .H = 64};
 
   // Operands: hidden states, the head's weight, and which token came next.
   const auto input = wave(shape.BT * shape.H, 0.5f, 0.7f);
