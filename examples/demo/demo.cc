@@ -226,6 +226,10 @@ class Demo {
                  verdict(step.worst.fine())});
     }
     std::printf("\n%s\n", table.str().c_str());
+    for (const Step& step : steps_) {
+      if (step.worst.fine()) continue;
+      std::printf("%s: %s\n", step.name.c_str(), cli::describe_worst(step.worst).c_str());
+    }
     std::printf("Full logits would take %s, and as much again for their gradient.\n",
                 cli::format_bytes(shape_.BT * shape_.V * 4).c_str());
     std::printf("Peak: %.0f GFLOP/s, the same instruction on registers alone, in this run.\n",
