@@ -108,6 +108,7 @@ class ForwardPass {
         local[rows] = outside(target) ? kNoTarget : target - start_;
         region<float>(p_.run_max)[rows] = -std::numeric_limits<float>::infinity();
         region<float>(p_.run_sum)[rows] = 0.0f;
+        region<float>(p_.run_low)[rows] = 0.0f;
         region<float>(p_.predicted)[rows] = 0.0f;
       }
       ++rows;
@@ -241,11 +242,13 @@ class ForwardPass {
   void merge_segments(const Team& team, int64_t rows, int64_t s0, int64_t segments) {
     float* max = region<float>(p_.run_max);
     float* sum = region<float>(p_.run_sum);
+    float* low = region<float>(p_.run_low);
     const Range mine = team.part(rows);
     for (int64_t s = 0; s < segments; ++s) {
       const int64_t part = partial(s0, s) + mine.begin;
-      k_.merge_rows(max + mine.begin, sum + mine.begin, region<float>(p_.partial_max) + part,
-                    region<float>(p_.partial_sum) + part, mine.size());
+      k_.merge_rows(max + mine.begin, sum + mine.begin, low + mine.begin,
+                    region<float>(p_.partial_max) + part, region<float>(p_.partial_sum) + part,
+                    mine.size());
     }
   }
 
@@ -257,7 +260,9 @@ class ForwardPass {
       const bool has_target =
           local[r] != kNoTarget && max != -std::numeric_limits<float>::infinity();
       set_f32(out_.logits_max, index[r], max);
-      set_f32(out_.sum_exp_logits, index[r], region<float>(p_.run_sum)[r]);
+      float& sum = region<float>(p_.run_sum)[r];
+      sum += region<float>(p_.run_low)[r];
+      set_f32(out_.sum_exp_logits, index[r], sum);
       set_f32(out_.predicted_logits, index[r],
               has_target ? region<float>(p_.predicted)[r] - max : 0.0f);
     }

@@ -23,10 +23,11 @@ void merge_row(const MergePlanData& plan, std::span<const ShardStatistics> shard
                const MergeOutputs& out, int64_t b) {
   float max = -kInf;
   float sum = 0.0f;
+  float low = 0.0f;
   for (const ShardStatistics& s : shards) {
     const float shard_max = f32_at(s.logits_max, b);
     const float shard_sum = f32_at(s.sum_exp_logits, b);
-    plan.kernels->merge_rows(&max, &sum, &shard_max, &shard_sum, 1);
+    plan.kernels->merge_rows(&max, &sum, &low, &shard_max, &shard_sum, 1);
   }
   float predicted = 0.0f;
   for (const ShardStatistics& s : shards) {
@@ -38,7 +39,7 @@ void merge_row(const MergePlanData& plan, std::span<const ShardStatistics> shard
     break;
   }
   set_f32(out.logits_max, b, max);
-  set_f32(out.sum_exp_logits, b, sum);
+  set_f32(out.sum_exp_logits, b, sum + low);
   set_f32(out.predicted_logits, b, predicted);
 }
 

@@ -127,6 +127,7 @@ int64_t lay_out(ForwardPlanData& p) {
   p.local_target = l.add(p.token_block * 8);
   p.run_max = l.add(p.token_block * 4);
   p.run_sum = l.add(p.token_block * 4);
+  p.run_low = l.add(p.token_block * 4);
   p.predicted = l.add(p.token_block * 4);
   return p.workspace_bytes = l.bytes();
 }

@@ -84,9 +84,9 @@ struct ForwardPlanData {
   int64_t held_tile_bytes() const { return target.gemm->mr * target.gemm->nr * size_of(*held); }
   // Workspace offsets in bytes.
   int64_t input_panels = 0, weight_panels = 0, tiles = 0, tiles_stride = 0;
-  int64_t partial_max = 0, partial_sum = 0;         // [chunk_segments, or all if held][token_block]
-  int64_t row_index = 0, local_target = 0;          // [token_block] i64
-  int64_t run_max = 0, run_sum = 0, predicted = 0;  // [token_block] f32
+  int64_t partial_max = 0, partial_sum = 0;  // [chunk_segments, or all if held][token_block]
+  int64_t row_index = 0, local_target = 0;   // [token_block] i64
+  int64_t run_max = 0, run_sum = 0, run_low = 0, predicted = 0;  // [token_block] f32
   int64_t workspace_bytes = 0;
 };
 

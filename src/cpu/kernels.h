@@ -92,11 +92,15 @@ struct Kernels {
                              float* max, float* sum, DType held_type, void* held,
                              int64_t held_stride);
   // Merges part b of count rows into part a, in place: the one merge, of segments and of shards.
-  //   max = max(a, b); sum = sum_a exp(max_a - max) + sum_b exp(max_b - max)
+  //   max = max(a, b); sum + low = (sum_a + low_a) exp(max_a - max) + sum_b exp(max_b - max)
+  // `low` is what the additions round away (two-sum): beside a token predicted with p near 1, the
+  // sums of hundreds of parts are each below half an ulp of the running one, and all of them count.
+  // It starts at 0; the result is sum + low.
   // (-inf) - (-inf) is never formed: a part that has seen nothing is (-inf, 0) and adds nothing. A
-  // NaN makes max and sum NaN. Error of one merge: 4 * 2^-24 relative; merging with an empty part
-  // is exact.
-  void (*merge_rows)(float* max, float* sum, const float* max_b, const float* sum_b, int64_t count);
+  // NaN makes max and sum NaN. Error of one merge: 3 * 2^-24 of the part that is scaled; merging
+  // with an empty part is exact.
+  void (*merge_rows)(float* max, float* sum, float* low, const float* max_b, const float* sum_b,
+                     int64_t count);
   // In place: count values rounded to `to` (f16 or bf16; f32 leaves them).
   void (*round_values)(float* values, int64_t count, DType to);
   // In place: tile [count][nr] of logits (or softmax) becomes grad_logits; v0 is the vocabulary

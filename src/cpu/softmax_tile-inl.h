@@ -14,7 +14,8 @@ namespace {
 // Row max and sum of exp over one segment; merged into the row's state by the schedule.
 // Shapes  tiles [panels][rows][nr]; max, sum [rows].
 // Error   sum: (panels * nr / kLanes + log2 kLanes + 4) * 2^-24 relative, first order: exp within
-//         2 ulp, kLanes running sums, then a tree (Higham, Accuracy and Stability, ch. 4).
+//         2 ulp, kLanes running sums over the sums of panels, then a tree (Higham, Accuracy and
+//         Stability, ch. 4).
 // Empty   a row of -inf: the maximum is taken as 0 inside, so every term is exp(-inf) = 0 and
 //         (-inf) - (-inf) is never formed.
 // Why     max first, then sum: the segment is still in the cache, and the online update
@@ -37,11 +38,13 @@ template <class V, class Hold>
     const F base = V::set1(row_max == -kInf ? 0.0f : row_max);
     F s = V::zero();
     for (int p = 0; p < panels; ++p) {
+      F of_panel = V::zero();
       for (int c = 0; c < nr; c += V::kLanes) {
         const F e = exp_vector<V>(V::sub(V::load(row + p * tile_stride + c), base));
-        s = V::add(s, e);
+        of_panel = V::add(of_panel, e);
         hold(p, r, c, e);
       }
+      s = V::add(s, of_panel);
     }
     sum[r] = V::reduce_add(s);
     max[r] = row_max;
@@ -82,38 +85,50 @@ void segment_stats_held(const float* tiles, int64_t tile_stride, int panels, int
 }
 
 template <class V>
-void merge_rows(float* max, float* sum, const float* max_b, const float* sum_b, int64_t count) {
+void merge_rows(float* max, float* sum, float* low, const float* max_b, const float* sum_b,
+                int64_t count) {
   using F = typename V::F;
-  const auto merge = [](F& m, F& s, F mb, F sb) {
+  const auto merge = [](F& m, F& s, F& l, F mb, F sb) {
     const F both = V::max_keep_nan(m, mb);
     // Two parts of -inf meet at the least finite number: exp(-inf) = 0 on both sides.
     const F base = V::max(both, V::set1(-std::numeric_limits<float>::max()));
-    s = V::add(V::mul(s, exp_vector<V>(V::sub(m, base))),
-               V::mul(sb, exp_vector<V>(V::sub(mb, base))));
+    const F scale = exp_vector<V>(V::sub(m, base));
+    const F a = V::mul(s, scale);
+    const F b = V::mul(sb, exp_vector<V>(V::sub(mb, base)));
+    s = V::add(a, b);
+    // Two-sum (Knuth): s + rounded is exactly a + b.
+    const F of_b = V::sub(s, a);
+    const F rounded = V::add(V::sub(a, V::sub(s, of_b)), V::sub(b, of_b));
+    l = V::add(V::mul(l, scale), rounded);
     m = both;
   };
   int64_t i = 0;
   for (; i + V::kLanes <= count; i += V::kLanes) {
     F m = V::load(max + i);
     F s = V::load(sum + i);
-    merge(m, s, V::load(max_b + i), V::load(sum_b + i));
+    F l = V::load(low + i);
+    merge(m, s, l, V::load(max_b + i), V::load(sum_b + i));
     V::store(max + i, m);
     V::store(sum + i, s);
+    V::store(low + i, l);
   }
   if (i == count) return;
   const int rest = static_cast<int>(count - i);
-  alignas(64) float lanes[4][V::kLanes] = {};
+  alignas(64) float lanes[5][V::kLanes] = {};
   for (int j = 0; j < rest; ++j) {
     lanes[0][j] = max[i + j];
     lanes[1][j] = sum[i + j];
-    lanes[2][j] = max_b[i + j];
-    lanes[3][j] = sum_b[i + j];
+    lanes[2][j] = low[i + j];
+    lanes[3][j] = max_b[i + j];
+    lanes[4][j] = sum_b[i + j];
   }
   F m = V::load(lanes[0]);
   F s = V::load(lanes[1]);
-  merge(m, s, V::load(lanes[2]), V::load(lanes[3]));
+  F l = V::load(lanes[2]);
+  merge(m, s, l, V::load(lanes[3]), V::load(lanes[4]));
   V::store_first(max + i, m, rest);
   V::store_first(sum + i, s, rest);
+  V::store_first(low + i, l, rest);
 }
 
 template <class V>

@@ -97,13 +97,26 @@ TEST_P(SoftmaxTile, MergeIsExactWithAnEmptyPartAndPropagatesNan) {
     // In a full vector and alone: the same bits.
     for (const int64_t count : {int64_t{1}, int64_t{37}}) {
       std::vector<float> max(37, c.max_a), sum(37, c.sum_a), max_b(37, c.max_b), sum_b(37, c.sum_b);
-      kernels().merge_rows(max.data(), sum.data(), max_b.data(), sum_b.data(), count);
+      std::vector<float> low(37, 0.0f);
+      kernels().merge_rows(max.data(), sum.data(), low.data(), max_b.data(), sum_b.data(), count);
+      for (size_t i = 0; i < static_cast<size_t>(count); ++i) sum[i] += low[i];
       for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
         EXPECT_TRUE(max[i] == c.max || (std::isnan(max[i]) && std::isnan(c.max))) << max[i];
         EXPECT_TRUE(sum[i] == c.sum || (std::isnan(sum[i]) && std::isnan(c.sum))) << sum[i];
       }
     }
   }
+}
+
+TEST_P(SoftmaxTile, PartsBelowHalfAnUlpAllCount) {
+  // A confident token: 1, and then hundreds of parts of 2^-26 that a plain sum would lose.
+  float max = 0.0f;
+  float sum = 1.0f;
+  float low = 0.0f;
+  const float part_max = 0.0f;
+  const float part_sum = 0x1p-26f;
+  for (int i = 0; i < 512; ++i) kernels().merge_rows(&max, &sum, &low, &part_max, &part_sum, 1);
+  EXPECT_EQ(sum + low, 1.0f + 512 * 0x1p-26f);
 }
 
 TEST_P(SoftmaxTile, GradTileFollowsItsFormula) {
