@@ -64,8 +64,9 @@ void run_team(int threads, const Body& body) {
 
 // The cancel token as a running operator sees it: once it was seen set it stays set, and members
 // skip their work. They may see it at different places, but must leave a loop with barriers
-// together: leave_together() is a barrier after which all of them have the same answer. Between two
-// calls of it there must be another barrier, so that no answer is overwritten before it was read.
+// together: leave_together() is a barrier after which all of them have the same answer. The answer
+// only ever turns from false to true; a member that reads late may learn of a later request already
+// at this call, which is harmless where the way out leads straight to the next call.
 class Stop {
  public:
   explicit Stop(const CancelToken* token) : token_(token) {}
