@@ -173,13 +173,25 @@ class ForwardPass {
     const int vocab_panels = static_cast<int>(ceil_div(columns, g_.nr));
     float* tiles = region<float>(p_.tiles + team.rank() * p_.tiles_stride);
     const int64_t panel_stride = segment_panels() * tile_floats;
+    const auto a_panel = [&](int64_t panel) {
+      return region<float>(p_.input_panels) + panel * units * g_.mr;
+    };
+    const auto b_panel = [&](int64_t v) {
+      return region<float>(p_.weight_panels) + (s * segment_panels() + v) * units * g_.nr;
+    };
+    // What comes after this group: the next one along the segment, or the next segment.
+    const bool last_group = panel0 + group >= panels.count;
+    const int64_t group_after = last_group ? 0 : panel0 + group;
+    const int64_t step = g_.nr * 4 / group;
     for (int v = 0; v < vocab_panels; ++v) {
       if (stop_.requested()) return;
-      const float* b = region<float>(p_.weight_panels) + (s * segment_panels() + v) * units * g_.nr;
+      const bool last_panel = v + 1 == vocab_panels;
+      const float* b_after = b_panel(last_panel && !last_group ? 0 : v + 1);
       for (int64_t i = 0; i < group; ++i) {
-        const float* a = region<float>(p_.input_panels) + (panel0 + i) * units * g_.mr;
-        g_.tile(Panels::tile_rows(panels.size(panel0 + i)), a, b, units,
-                tiles + i * panel_stride + v * tile_floats, false);
+        const int64_t a_after = i + 1 < group ? panel0 + i + 1 : last_panel ? group_after : panel0;
+        const cpu::Ahead ahead{a_panel(a_after), b_after + i * units * step / 4, step};
+        g_.tile(Panels::tile_rows(panels.size(panel0 + i)), a_panel(panel0 + i), b_panel(v), units,
+                tiles + i * panel_stride + v * tile_floats, false, ahead);
       }
     }
     for (int64_t i = 0; i < group; ++i) {

@@ -241,22 +241,18 @@ class GradientPass {
     cell.v0 = index * p_.vocab_chunk;
     cell.columns = std::min(p_.vocab_chunk, p_.shape.V - cell.v0);
     const RowSelection weight{in_.weight, nullptr, cell.v0};
-    if (recompute()) {
-      const Range mine = team.part(ceil_div(cell.columns, g_.nr));
-      for (int64_t i = mine.begin; i < mine.end && !stop_.requested(); ++i) {
-        const int64_t begin = i * g_.nr;
-        pack_row_panel(p_.target, weight, begin,
-                       static_cast<int>(std::min<int64_t>(g_.nr, cell.columns - begin)), g_.nr,
+    // Both forms of nr rows together: the second reads them from the cache.
+    const Range mine = team.part(ceil_div(cell.columns, g_.nr));
+    for (int64_t i = mine.begin; i < mine.end && !stop_.requested(); ++i) {
+      const int64_t begin = i * g_.nr;
+      const auto rows = static_cast<int>(std::min<int64_t>(g_.nr, cell.columns - begin));
+      if (recompute()) {
+        pack_row_panel(p_.target, weight, begin, rows, g_.nr,
                        region<float>(p_.weight_rows) + i * h_units_ * g_.nr);
       }
-    }
-    if (!out_.grad_input) return;
-    const Range mine = team.part(ceil_div(cell.columns, kPackDepth));
-    for (int64_t d = mine.begin; d < mine.end && !stop_.requested(); ++d) {
-      const int64_t k0 = d * kPackDepth;
-      const int64_t k = std::min(kPackDepth, cell.columns - k0);
+      if (!out_.grad_input) continue;
       for (int64_t h = 0; h < p_.shape.H; h += g_.nr) {
-        pack_col_block(p_.target, weight, k0, k, h,
+        pack_col_block(p_.target, weight, begin, rows, h,
                        static_cast<int>(std::min<int64_t>(g_.nr, p_.shape.H - h)), g_.nr,
                        region<float>(p_.weight_cols) + h * cell.vocab_units(g_.k_unit));
       }
@@ -270,14 +266,26 @@ class GradientPass {
     return std::clamp<int64_t>(l2_bytes_ / 2 / std::max<int64_t>(a_panel_bytes, 1), 1, 64);
   }
 
-  // Calls tile(a, b) for this member's share of the panels. All tiles stand in one line, group by
-  // group of A panels, within a group one B panel after the other; a share is a stretch of it, so
-  // shares differ by one tile at most, for any number of threads.
+  // What a walk reads next: the A panel of the next tile, and the B panel after this one, of which
+  // each of the `parts` tiles that share a B panel fetches one part.
+  struct Next {
+    int64_t a, b;
+    int64_t part, parts;
+  };
+  cpu::Ahead ahead(const Next& next, const float* a_panels, const float* b_panels,
+                   int64_t k_units) const {
+    const int64_t step = g_.nr * 4 / next.parts;
+    return {a_panels + next.a * k_units * g_.mr,
+            b_panels + (next.b * g_.nr + next.part * step / 4) * k_units, step};
+  }
+
+  // Calls tile(a, b, next) for this member's share of the panels. All tiles stand in one line,
+  // group by group of A panels, within a group one B panel after the other; a share is a stretch of
+  // it, so shares differ by one tile at most, for any number of threads.
   template <class Tile>
-  void for_tiles(const Team& team, int64_t a_panels, int64_t b_panels, int64_t a_panel_bytes,
+  void for_tiles(const Team& team, int64_t a_panels, int64_t b_panels, int64_t group,
                  const Tile& tile) {
     const Range mine = team.part(a_panels * b_panels);
-    const int64_t group = group_of(a_panel_bytes);
     int64_t i = mine.begin;
     while (i < mine.end && !stop_.requested()) {
       const int64_t a0 = i / (group * b_panels) * group;
@@ -285,9 +293,13 @@ class GradientPass {
       const int64_t in_group = i - a0 * b_panels;
       const int64_t b = in_group / width;
       const int64_t first = in_group % width;
-      const int64_t count = std::min(width - first, mine.end - i);
-      for (int64_t a = first; a < first + count; ++a) tile(a0 + a, b);
-      i += count;
+      const int64_t end = std::min(width, first + mine.end - i);
+      const bool last = b + 1 == b_panels;
+      const int64_t a_after = !last ? a0 : a0 + width < a_panels ? a0 + width : 0;
+      for (int64_t a = first; a < end; ++a) {
+        tile(a0 + a, b, Next{a + 1 < end ? a0 + a + 1 : a_after, last ? 0 : b + 1, a, width});
+      }
+      i += end - first;
     }
   }
 
@@ -300,12 +312,16 @@ class GradientPass {
         .round_to_f16 = p_.target.multiply == DType::f16,
     };
     float* tile = scratch(team);
-    for_tiles(team, panels.count, ceil_div(cell.columns, g_.nr), h_units_ * g_.mr * 4,
-              [&](int64_t a, int64_t b) { grad_tile(panels, cell, options, tile, a, b); });
+    // Given or held, they are read along their rows.
+    const int64_t group = recompute() ? group_of(h_units_ * g_.mr * 4) : 1;
+    for_tiles(team, panels.count, ceil_div(cell.columns, g_.nr), group,
+              [&](int64_t a, int64_t b, const Next& next) {
+                grad_tile(panels, cell, options, tile, a, b, next);
+              });
   }
 
   void grad_tile(const Panels& panels, const Cell& cell, const cpu::GradTileOptions& options,
-                 float* tile, int64_t a, int64_t b) {
+                 float* tile, int64_t a, int64_t b, const Next& next) {
     const int64_t row0 = panels.begin(a);
     const int rows = panels.size(a);
     const int64_t v0 = cell.v0 + b * g_.nr;
@@ -314,7 +330,8 @@ class GradientPass {
     switch (p_.source) {
       case SoftmaxSource::logits:
         g_.tile(Panels::tile_rows(rows), region<float>(p_.input_rows) + a * h_units_ * g_.mr,
-                region<float>(p_.weight_rows) + b * h_units_ * g_.nr, h_units_, tile, false);
+                region<float>(p_.weight_rows) + b * h_units_ * g_.nr, h_units_, tile, false,
+                ahead(next, region<float>(p_.input_rows), region<float>(p_.weight_rows), h_units_));
         k_.grad_tile(tile, rows, g_.nr, v0, params, options);
         break;
       case SoftmaxSource::softmax: {
@@ -369,7 +386,8 @@ class GradientPass {
   // load and store move a tile between the output and `c`.
   template <class Load, class Store>
   void add_tile(const Step& step, float* c, int64_t next_tile, int rows, const float* a,
-                const float* b, int64_t k_units, const Load& load, const Store& store) {
+                const float* b, int64_t k_units, const cpu::Ahead& ahead, const Load& load,
+                const Store& store) {
     const bool in_output = step.accumulator != Accumulator::workspace;
     const bool resume = step.first ? step.output.accumulate : true;
     if (!in_output && !step.first) {
@@ -378,7 +396,7 @@ class GradientPass {
       for (int64_t i = 0; i < int64_t{g_.mr} * g_.nr * 4; i += 64) __builtin_prefetch(next + i, 1);
     }
     if (resume && (step.first || in_output)) load(c);
-    g_.tile(rows, a, b, k_units, c, resume);
+    g_.tile(rows, a, b, k_units, c, resume, ahead);
     if (step.last || in_output) store(c);
   }
 
@@ -394,41 +412,44 @@ class GradientPass {
     const int64_t base = p_.vocab_outside ? 0 : cell.vocab_index * chunk_panels * panels.count;
     const int64_t wide = round_up(g_.mr, 16);
     float* transposed = scratch(team) + wide * g_.nr;
-    for_tiles(team, panels.count, v_panels, units * g_.mr * 4, [&](int64_t a, int64_t b) {
-      const int64_t h0 = panels.begin(a);
-      const int rows = panels.size(a);
-      const int64_t v0 = cell.v0 + b * g_.nr;
-      const int64_t columns = std::min<int64_t>(g_.nr, cell.columns - b * g_.nr);
-      float* c = step.accumulator == Accumulator::workspace
-                     ? step.tiles + (base + b * panels.count + a) * tile_floats
-                     : scratch(team);
-      add_tile(
-          step, c, tile_floats, Panels::tile_rows(rows),
-          region<float>(p_.input_cols) + a * units * g_.mr,
-          region<float>(p_.grad_cols) + b * units * g_.nr, units,
-          [&](float* tile) {
-            for (int64_t v = 0; v < columns; ++v) {
-              load_row(k_, *out_.grad_weight, v0 + v, h0, rows, transposed + v * wide);
-            }
-            // wide columns become rows; the tile's buffer has only the real ones, so by way of
-            // the scratch tile when it is an accumulator's.
-            float* whole = scratch(team);
-            k_.transpose(transposed, g_.nr, static_cast<int>(wide), whole, g_.nr);
-            if (tile != whole) std::copy(whole, whole + rows * g_.nr, tile);
-          },
-          [&](const float* tile) {
-            if (out_.grad_weight->col_stride == 1) {
-              k_.store_transposed(out_.grad_weight->dtype, tile, rows, g_.nr,
-                                  static_cast<int>(columns), at(*out_.grad_weight, v0, h0),
-                                  out_.grad_weight->row_stride * size_of(out_.grad_weight->dtype));
-              return;
-            }
-            k_.transpose(tile, rows, g_.nr, transposed, wide);
-            for (int64_t v = 0; v < columns; ++v) {
-              store_row(k_, *out_.grad_weight, v0 + v, h0, rows, transposed + v * wide);
-            }
-          });
-    });
+    const float* a_panels = region<float>(p_.input_cols);
+    const float* b_panels = region<float>(p_.grad_cols);
+    for_tiles(team, panels.count, v_panels, group_of(units * g_.mr * 4),
+              [&](int64_t a, int64_t b, const Next& next) {
+                const int64_t h0 = panels.begin(a);
+                const int rows = panels.size(a);
+                const int64_t v0 = cell.v0 + b * g_.nr;
+                const int64_t columns = std::min<int64_t>(g_.nr, cell.columns - b * g_.nr);
+                float* c = step.accumulator == Accumulator::workspace
+                               ? step.tiles + (base + b * panels.count + a) * tile_floats
+                               : scratch(team);
+                add_tile(
+                    step, c, tile_floats, Panels::tile_rows(rows), a_panels + a * units * g_.mr,
+                    b_panels + b * units * g_.nr, units, ahead(next, a_panels, b_panels, units),
+                    [&](float* tile) {
+                      for (int64_t v = 0; v < columns; ++v) {
+                        load_row(k_, *out_.grad_weight, v0 + v, h0, rows, transposed + v * wide);
+                      }
+                      // wide columns become rows; the tile's buffer has only the real ones, so by
+                      // way of the scratch tile when it is an accumulator's.
+                      float* whole = scratch(team);
+                      k_.transpose(transposed, g_.nr, static_cast<int>(wide), whole, g_.nr);
+                      if (tile != whole) std::copy(whole, whole + rows * g_.nr, tile);
+                    },
+                    [&](const float* tile) {
+                      if (out_.grad_weight->col_stride == 1) {
+                        k_.store_transposed(
+                            out_.grad_weight->dtype, tile, rows, g_.nr, static_cast<int>(columns),
+                            at(*out_.grad_weight, v0, h0),
+                            out_.grad_weight->row_stride * size_of(out_.grad_weight->dtype));
+                        return;
+                      }
+                      k_.transpose(tile, rows, g_.nr, transposed, wide);
+                      for (int64_t v = 0; v < columns; ++v) {
+                        store_row(k_, *out_.grad_weight, v0 + v, h0, rows, transposed + v * wide);
+                      }
+                    });
+              });
   }
 
   void add_grad_input(const Team& team, const Cell& cell) {
@@ -442,31 +463,35 @@ class GradientPass {
     const int64_t chunk_panels = ceil_div(p_.token_chunk, g_.mr);
     const int64_t base = p_.vocab_outside ? cell.token_index * chunk_panels * h_panels : 0;
     const int64_t* index = region<int64_t>(p_.row_index);
-    for_tiles(team, panels.count, h_panels, units * g_.mr * 4, [&](int64_t a, int64_t b) {
-      const int64_t row0 = panels.begin(a);
-      const int rows = panels.size(a);
-      const int64_t h0 = b * g_.nr;
-      const int64_t columns = std::min<int64_t>(g_.nr, p_.shape.H - h0);
-      float* c = step.accumulator == Accumulator::workspace
-                     ? step.tiles + (base + a * h_panels + b) * tile_floats
-                     : scratch(team);
-      add_tile(
-          step, c, h_panels * tile_floats, Panels::tile_rows(rows),
-          region<float>(p_.grad_rows) + a * units * g_.mr,
-          region<float>(p_.weight_cols) + b * units * g_.nr, units,
-          [&](float* tile) {
-            for (int r = 0; r < rows; ++r) {
-              if (index[row0 + r] == kNoRow) continue;
-              load_row(k_, *out_.grad_input, index[row0 + r], h0, columns, tile + r * g_.nr);
-            }
-          },
-          [&](const float* tile) {
-            for (int r = 0; r < rows; ++r) {
-              if (index[row0 + r] == kNoRow) continue;
-              store_row(k_, *out_.grad_input, index[row0 + r], h0, columns, tile + r * g_.nr);
-            }
-          });
-    });
+    const float* a_panels = region<float>(p_.grad_rows);
+    const float* b_panels = region<float>(p_.weight_cols);
+    for_tiles(
+        team, panels.count, h_panels, group_of(units * g_.mr * 4),
+        [&](int64_t a, int64_t b, const Next& next) {
+          const int64_t row0 = panels.begin(a);
+          const int rows = panels.size(a);
+          const int64_t h0 = b * g_.nr;
+          const int64_t columns = std::min<int64_t>(g_.nr, p_.shape.H - h0);
+          float* c = step.accumulator == Accumulator::workspace
+                         ? step.tiles + (base + a * h_panels + b) * tile_floats
+                         : scratch(team);
+          add_tile(
+              step, c, h_panels * tile_floats, Panels::tile_rows(rows),
+              a_panels + a * units * g_.mr, b_panels + b * units * g_.nr, units,
+              ahead(next, a_panels, b_panels, units),
+              [&](float* tile) {
+                for (int r = 0; r < rows; ++r) {
+                  if (index[row0 + r] == kNoRow) continue;
+                  load_row(k_, *out_.grad_input, index[row0 + r], h0, columns, tile + r * g_.nr);
+                }
+              },
+              [&](const float* tile) {
+                for (int r = 0; r < rows; ++r) {
+                  if (index[row0 + r] == kNoRow) continue;
+                  store_row(k_, *out_.grad_input, index[row0 + r], h0, columns, tile + r * g_.nr);
+                }
+              });
+        });
   }
 
   void set_held(const Held& held) { held_ = held; }

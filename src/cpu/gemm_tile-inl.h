@@ -5,6 +5,7 @@
 //   F, P                 accumulator vector, vector of units
 //   broadcast(p)         the unit at p in every lane;  load_b(p)  kLanes units
 //   mac(acc, a, b)       acc + a . b per lane
+//   kFetchesAhead        whether the loop prefetches (kernels.h, Ahead)
 //
 // Arithmetic (AVX-512, 14 x 32): per unit 2 loads, 14 broadcasts, 28 multiply-adds; 28
 // accumulators + 2 + 1 = 31 of 32 registers. The broadcasts are kept apart from the arithmetic
@@ -17,12 +18,17 @@
 
 #include <cstdint>
 
+#include "cpu/kernels.h"
+
 namespace {
 
 template <class G, int kRows>
 [[gnu::noinline]] void gemm_tile(const float* a, const float* b, int64_t k_units, float* c,
-                                 bool accumulate) {
+                                 bool accumulate, const logitless::cpu::Ahead& ahead) {
   constexpr int kNr = G::kLanes * G::kVecs;
+  const auto* next_a = static_cast<const char*>(ahead.a);
+  const auto* next_b = static_cast<const char*>(ahead.b);
+  const int64_t next_b_step = ahead.b_step;
   typename G::F acc[kRows][G::kVecs];
   if (accumulate) {
 #pragma GCC unroll 16
@@ -41,6 +47,12 @@ template <class G, int kRows>
     typename G::P bv[G::kVecs];
 #pragma GCC unroll 4
     for (int j = 0; j < G::kVecs; ++j) bv[j] = G::load_b(b + j * G::kLanes);
+    if constexpr (G::kFetchesAhead) {
+      __builtin_prefetch(next_a, 0, 3);
+      __builtin_prefetch(next_b, 0, 2);
+      next_a += G::kMr * 4;
+      next_b += next_b_step;
+    }
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
       const typename G::P av = G::broadcast(a + i);
@@ -60,19 +72,20 @@ template <class G, int kRows>
 // Chooses the instance by the number of rows: even ones, and 1.
 template <class G, int kRows>
 void gemm_tile_rows(int rows, const float* a, const float* b, int64_t k_units, float* c,
-                    bool accumulate) {
-  if (rows == kRows) return gemm_tile<G, kRows>(a, b, k_units, c, accumulate);
+                    bool accumulate, const logitless::cpu::Ahead& ahead) {
+  if (rows == kRows) return gemm_tile<G, kRows>(a, b, k_units, c, accumulate, ahead);
   if constexpr (kRows > 2) {
-    return gemm_tile_rows<G, kRows - 2>(rows, a, b, k_units, c, accumulate);
+    return gemm_tile_rows<G, kRows - 2>(rows, a, b, k_units, c, accumulate, ahead);
   } else if constexpr (kRows == 2) {
-    return gemm_tile_rows<G, 1>(rows, a, b, k_units, c, accumulate);
+    return gemm_tile_rows<G, 1>(rows, a, b, k_units, c, accumulate, ahead);
   }
 }
 
 template <class G>
-void tile(int rows, const void* a, const void* b, int64_t k_units, float* c, bool accumulate) {
+void tile(int rows, const void* a, const void* b, int64_t k_units, float* c, bool accumulate,
+          const logitless::cpu::Ahead& ahead) {
   gemm_tile_rows<G, G::kMr>(rows, static_cast<const float*>(a), static_cast<const float*>(b),
-                            k_units, c, accumulate);
+                            k_units, c, accumulate, ahead);
 }
 
 // As many independent accumulators as the tile has, nothing but registers.

@@ -29,6 +29,16 @@ constexpr int64_t source_bytes(PackSource source) {
 //
 //   unit 0: | w0 k0 k1 | w1 k0 k1 | ... | w(width-1) k0 k1 |
 //   unit 1: | w0 k2 k3 | w1 k2 k3 | ...
+//
+// What the next calls will read. The hardware's prefetchers stop at every page and start anew in
+// every panel, which costs a tenth of the peak; the loop over k fetches ahead by itself, one line
+// of each stream per unit. The addresses are hints: never read, valid or not.
+struct Ahead {
+  const void* a;   // the next call's a, `mr` units of it per unit of k, into L1
+  const void* b;   // a part of the B panel after this one, into L2
+  int64_t b_step;  // bytes of it per unit of k: the calls that share a B panel share the fetching
+};
+
 struct GemmKernels {
   int mr;      // rows of the register tile, even
   int nr;      // columns of the register tile, a multiple of the vector
@@ -37,7 +47,8 @@ struct GemmKernels {
   // c [rows][nr] contiguous, 64-byte aligned: c (+)= a . b over k_units units, in ascending order.
   // a: panel of width mr (rows beyond `rows` are not read), b: panel of width nr.
   // rows: even, 2..mr, or 1. accumulate false: c is not read.
-  void (*tile)(int rows, const void* a, const void* b, int64_t k_units, float* c, bool accumulate);
+  void (*tile)(int rows, const void* a, const void* b, int64_t k_units, float* c, bool accumulate,
+               const Ahead& ahead);
 
   // Packs `count` <= width rows of k elements each, rows[i] pointing at k = 0 with unit stride:
   // dst[u][i]. Lanes count..width-1 become zero.

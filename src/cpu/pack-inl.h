@@ -27,13 +27,45 @@ template <class G, logitless::cpu::PackSource kSource>
   return load_units<G, kSource>(buffer);
 }
 
+// Squares are read from kLanes rows at once: more streams than the hardware's prefetchers follow,
+// and each ends at every page. So the rows of the next squares are fetched one behind the other, as
+// they lie in memory, a few lines with each square of these. Into L2 only: rows a power of two
+// apart fall into one set of L1. The rows behind the panel are a guess; a wrong one costs nothing
+// but the fetch.
+struct RowFetcher {
+  const void* const* rows;
+  int count;
+  int64_t apart;  // bytes from one row to the next
+  int64_t row_bytes;
+  int row = 0;
+  int64_t offset = 0;
+
+  RowFetcher(const void* const* panel_rows, int panel_count, int first, int64_t bytes)
+      : rows(panel_rows), count(panel_count), row_bytes(bytes), row(first) {
+    apart = count > 1 ? static_cast<const char*>(rows[1]) - static_cast<const char*>(rows[0]) : 0;
+  }
+  [[gnu::always_inline]] inline void fetch(int64_t bytes) {
+    const auto* p = row < count ? static_cast<const char*>(rows[row])
+                                : static_cast<const char*>(rows[0]) + row * apart;
+    p += offset;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+    offset += bytes;
+    if (offset >= row_bytes) {
+      offset = 0;
+      ++row;
+    }
+  }
+};
+
 template <class G, logitless::cpu::PackSource kSource>
 void pack_rows_from(const void* const* rows, int count, int width, int64_t k, float* dst) {
   using V = typename G::V;
   constexpr int64_t kBlock = int64_t{G::kLanes} * G::kUnit;  // elements of k per square
   for (int r0 = 0; r0 < width; r0 += G::kLanes) {
     const int lanes = width - r0 < G::kLanes ? width - r0 : G::kLanes;
+    RowFetcher next(rows, count, r0 + G::kLanes, k * logitless::cpu::source_bytes(kSource));
     for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
+      next.fetch(lanes * kBlock * logitless::cpu::source_bytes(kSource));
       const int64_t elements = k - k0 < kBlock ? k - k0 : kBlock;
       typename V::F r[G::kLanes];
 #pragma GCC unroll 16
@@ -61,40 +93,57 @@ void pack_rows_from(const void* const* rows, int count, int width, int64_t k, fl
   }
 }
 
+// kLanes columns of kUnit neighbouring rows -> kLanes units.
 template <class G, logitless::cpu::PackSource kSource>
-void pack_cols_from(const void* const* rows, int64_t k, int count, int width, float* dst) {
+[[gnu::always_inline]] inline typename G::V::F column_units(const unsigned char* const* p) {
+  if constexpr (G::kUnit == 1) {
+    return G::V::template load_as<kSource>(p[0]);
+  } else {
+    return G::template interleave_units<kSource>(p[0], p[1]);
+  }
+}
+
+// One unit of a panel that is not full, or whose last pair is odd.
+template <class G, logitless::cpu::PackSource kSource>
+[[gnu::noinline]] void pack_partial_unit(const void* const* rows, int rows_present, int count,
+                                         int width, float* dst) {
   using V = typename G::V;
   constexpr int64_t kBytes = logitless::cpu::source_bytes(kSource);
+  for (int c0 = 0; c0 < width; c0 += G::kLanes) {
+    const int valid = count - c0 < 0 ? 0 : (count - c0 < G::kLanes ? count - c0 : G::kLanes);
+    alignas(64) unsigned char buffer[2][G::kLanes * 4] = {};
+    for (int i = 0; i < rows_present; ++i) {
+      std::memcpy(buffer[i], static_cast<const unsigned char*>(rows[i]) + c0 * kBytes,
+                  static_cast<size_t>(valid * kBytes));
+    }
+    const unsigned char* p[2] = {buffer[0], buffer[1]};
+    const typename V::F units = column_units<G, kSource>(p);
+    if (width - c0 >= G::kLanes) {
+      V::store(dst + c0, units);
+    } else {
+      V::store_first(dst + c0, units, width - c0);
+    }
+  }
+}
+
+template <class G, logitless::cpu::PackSource kSource>
+void pack_cols_from(const void* const* rows, int64_t k, int count, int width, float* dst) {
+  constexpr int64_t kBytes = logitless::cpu::source_bytes(kSource);
+  const bool full = count == width && width % G::kLanes == 0;
   for (int64_t k0 = 0; k0 < k; k0 += G::kUnit) {
+    float* out = dst + k0 / G::kUnit * width;
+    const int present = k - k0 < G::kUnit ? 1 : G::kUnit;
+    if (!full || present < G::kUnit) {
+      pack_partial_unit<G, kSource>(rows + k0, present, count, width, out);
+      continue;
+    }
     for (int c0 = 0; c0 < width; c0 += G::kLanes) {
-      const int valid = count - c0 < 0 ? 0 : (count - c0 < G::kLanes ? count - c0 : G::kLanes);
-      alignas(64) unsigned char buffer[2][G::kLanes * 4];
       const unsigned char* p[2];
       for (int i = 0; i < G::kUnit; ++i) {
-        const bool present = k0 + i < k;
-        if (present && valid == G::kLanes) {
-          p[i] = static_cast<const unsigned char*>(rows[k0 + i]) + c0 * kBytes;
-          continue;
-        }
-        std::memset(buffer[i], 0, sizeof(buffer[i]));
-        if (present) {
-          std::memcpy(buffer[i], static_cast<const unsigned char*>(rows[k0 + i]) + c0 * kBytes,
-                      static_cast<size_t>(valid * kBytes));
-        }
-        p[i] = buffer[i];
+        p[i] = static_cast<const unsigned char*>(rows[k0 + i]) + c0 * kBytes;
+        if (c0 * kBytes % 64 == 0) __builtin_prefetch(p[i] + 512, 0, 2);
       }
-      typename V::F units;
-      if constexpr (G::kUnit == 1) {
-        units = V::template load_as<kSource>(p[0]);
-      } else {
-        units = G::template interleave_units<kSource>(p[0], p[1]);
-      }
-      float* out = dst + k0 / G::kUnit * width + c0;
-      if (width - c0 >= G::kLanes) {
-        V::store(out, units);
-      } else {
-        V::store_first(out, units, width - c0);
-      }
+      G::V::store(out + c0, column_units<G, kSource>(p));
     }
   }
 }

@@ -143,6 +143,7 @@ struct Avx2F32 {
   static constexpr int kVecs = 2;
   static constexpr int kUnit = 1;
   static constexpr double kFlops = 16.0;
+  static constexpr bool kFetchesAhead = true;
   using V = Avx2Vec;
   using F = __m256;
   using P = __m256;

@@ -144,6 +144,7 @@ struct Avx512F32 {
   static constexpr int kVecs = 2;
   static constexpr int kUnit = 1;
   static constexpr double kFlops = 32.0;
+  static constexpr bool kFetchesAhead = true;
   using V = Avx512Vec;
   using F = __m512;
   using P = __m512;
@@ -166,6 +167,7 @@ struct Avx512Bf16Dot {
   static constexpr int kVecs = 2;
   static constexpr int kUnit = 2;
   static constexpr double kFlops = 64.0;
+  static constexpr bool kFetchesAhead = true;
   using V = Avx512Vec;
   using F = __m512;
   using P = __m512bh;

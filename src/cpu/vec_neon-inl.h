@@ -116,6 +116,7 @@ struct NeonF32 {
   static constexpr int kVecs = 4;
   static constexpr int kUnit = 1;
   static constexpr double kFlops = 8.0;
+  static constexpr bool kFetchesAhead = true;
   using V = NeonVec;
   using F = float32x4_t;
   using P = float32x4_t;
@@ -137,6 +138,7 @@ struct NeonBf16Dot {
   static constexpr int kVecs = 4;
   static constexpr int kUnit = 2;
   static constexpr double kFlops = 16.0;
+  static constexpr bool kFetchesAhead = true;
   using V = NeonVec;
   using F = float32x4_t;
   using P = bfloat16x8_t;

@@ -79,6 +79,7 @@ struct ScalarF32 {
   static constexpr int kVecs = 8;
   static constexpr int kUnit = 1;
   static constexpr double kFlops = 2.0;
+  static constexpr bool kFetchesAhead = false;
   using V = ScalarVec;
   using F = float;
   using P = float;

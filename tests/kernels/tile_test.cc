@@ -60,7 +60,7 @@ TEST_P(Tile, EveryRowCountAndDepthIsWithinTheErrorOfItsSum) {
           const float start = accumulate ? 3.0f : std::nanf("");
           for (int i = 0; i < g->mr * g->nr; ++i) p.out()[i] = start;
           g->tile(p.tile_rows(), p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(),
-                  accumulate);
+                  accumulate, {});
           for (int r = 0; r < rows; ++r) {
             for (int c = 0; c < g->nr; ++c) {
               double exact = accumulate ? 3.0 : 0.0;
@@ -88,13 +88,13 @@ TEST_P(Tile, CuttingTheDepthChangesNoBit) {
     const int k = 96;
     Product p(*g, g->mr, k, random);
     const auto n = static_cast<size_t>(g->mr * g->nr);
-    g->tile(g->mr, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false);
+    g->tile(g->mr, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false, {});
     const std::vector<float> whole(p.out(), p.out() + n);
     for (const int cut : {2, 32, 94}) {
       const int64_t first = cut / g->k_unit;
-      g->tile(g->mr, p.packed_a.data.get(), p.packed_b.data.get(), first, p.out(), false);
+      g->tile(g->mr, p.packed_a.data.get(), p.packed_b.data.get(), first, p.out(), false, {});
       g->tile(g->mr, p.packed_a.data.get() + first * g->mr, p.packed_b.data.get() + first * g->nr,
-              p.units() - first, p.out(), true);
+              p.units() - first, p.out(), true, {});
       ASSERT_EQ(std::memcmp(whole.data(), p.out(), n * sizeof(float)), 0) << "cut at " << cut;
     }
   }
@@ -105,10 +105,10 @@ TEST_P(Tile, ARowHasTheSameBitsInATileOfAnySize) {
   for (const GemmKernels* g : families()) {
     Product p(*g, g->mr, 70, random);
     const auto n = static_cast<size_t>(g->nr);
-    g->tile(g->mr, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false);
+    g->tile(g->mr, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false, {});
     const std::vector<float> first(p.out(), p.out() + n);
     for (int rows = 1; rows < g->mr; rows += rows == 1 ? 1 : 2) {
-      g->tile(rows, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false);
+      g->tile(rows, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false, {});
       ASSERT_EQ(std::memcmp(first.data(), p.out(), n * sizeof(float)), 0) << rows;
     }
   }
@@ -126,7 +126,7 @@ TEST_P(Tile, SubnormalOperandsAreKeptByFp32AndFlushedByTheX86Dot) {
     g->pack_rows(source, pointers.data(), g->nr, g->nr, 2, p.packed_b.data.get());
     pointers.assign(2, a);
     g->pack_rows(source, pointers.data(), 2, g->mr, 2, p.packed_a.data.get());
-    g->tile(2, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false);
+    g->tile(2, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false, {});
     if (g->k_unit == 1) {
       EXPECT_EQ(p.out()[0], 0x1p-30f);
     } else if (GetParam() == Isa::avx512bf16) {
