@@ -1,0 +1,597 @@
+// SPDX-License-Identifier: Apache-2.0
+// The module logitless._core: arrays as (address, type, shape, strides) in, the core's plan / run
+// pairs, the core's sentences as Python's exceptions. Everything else is Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "interrupt.h"
+#include "logitless/logitless.h"
+#include "openmp.h"
+#include "workspace.h"
+
+namespace nb = nanobind;
+
+namespace logitless::python {
+namespace {
+
+// ---- arrays -------------------------------------------------------------------------------------
+
+// Strides in elements. DType as its number.
+using Vector = std::tuple<uintptr_t, int, int64_t, int64_t>;  // address, dtype, size, stride
+using Matrix = std::tuple<uintptr_t, int, int64_t, int64_t, int64_t, int64_t>;
+using Mask = std::tuple<uintptr_t, int64_t, bool, int64_t>;  // address, tokens, packed, stride
+
+VectorView view(const Vector& v) {
+  return {reinterpret_cast<void*>(std::get<0>(v)), static_cast<DType>(std::get<1>(v)),
+          std::get<2>(v), std::get<3>(v)};
+}
+MatrixView view(const Matrix& m) {
+  return {reinterpret_cast<void*>(std::get<0>(m)),
+          static_cast<DType>(std::get<1>(m)),
+          std::get<2>(m),
+          std::get<3>(m),
+          std::get<4>(m),
+          std::get<5>(m)};
+}
+MaskView view(const Mask& m) {
+  return {reinterpret_cast<void*>(std::get<0>(m)), std::get<1>(m),
+          std::get<2>(m) ? MaskLayout::packed_lsb_first : MaskLayout::byte_per_token,
+          std::get<3>(m)};
+}
+template <class View, class Array>
+std::optional<View> optional_view(const std::optional<Array>& array) {
+  if (!array) return {};
+  return View(view(*array));
+}
+
+std::optional<DType> optional_dtype(const std::optional<int>& dtype) {
+  if (!dtype) return {};
+  return static_cast<DType>(*dtype);
+}
+
+int64_t integer_at(const ConstVectorView& v, int64_t i) {
+  return v.dtype == DType::i32 ? static_cast<const int32_t*>(v.data)[i * v.stride]
+                               : static_cast<const int64_t*>(v.data)[i * v.stride];
+}
+float float_at(const ConstVectorView& v, int64_t i) {
+  return static_cast<const float*>(v.data)[i * v.stride];
+}
+
+// ---- errors -------------------------------------------------------------------------------------
+
+[[noreturn]] void raise(const Error& error) {
+  const char* const text = error.message.c_str();
+  switch (error.kind) {
+    case ErrorKind::invalid_data:
+      throw nb::index_error(text);
+    case ErrorKind::invalid_argument:
+      // The one rule about arguments that Python has a word of its own for.
+      if (error.message.find("dtype is") != std::string::npos ||
+          error.message.rfind("multiply:", 0) == 0) {
+        throw nb::type_error(text);
+      }
+      throw nb::value_error(text);
+    case ErrorKind::cancelled:
+      PyErr_SetString(PyExc_KeyboardInterrupt, text);
+      throw nb::python_error();
+    case ErrorKind::workspace_too_small:
+    case ErrorKind::limit_too_small:
+    case ErrorKind::isa_unusable:
+      throw nb::value_error(text);
+  }
+  throw nb::value_error(text);
+}
+
+template <class T>
+T take(Result<T> result) {
+  if (!result) raise(result.error());
+  if constexpr (!std::is_void_v<T>) return std::move(result).value();
+}
+
+// ---- plans --------------------------------------------------------------------------------------
+
+// What every call takes: threads (0 = the default, else at most so many), an ISA's name or "", the
+// workspace's limit or 0.
+using Options = std::tuple<int, std::string, int64_t>;
+
+// Making a plan costs more than running a tiny one, so each thread keeps those it made. A key is
+// everything that a plan is a function of.
+template <class Plan>
+class PlanCache {
+ public:
+  using Key = std::array<int64_t, 20>;
+
+  template <class Make>
+  Plan get(Key key, const Options& options, const Make& make) {
+    PlanOptions plan_options;
+    plan_options.workspace_limit_bytes = std::get<2>(options);
+    plan_options.isa = take(std::get<1>(options).empty() ? default_isa()
+                                                         : parse_isa(std::get<1>(options)));
+    const int wanted = std::get<0>(options);
+    const int usual = default_threads();
+    key[16] = static_cast<int64_t>(*plan_options.isa);
+    key[17] = plan_options.workspace_limit_bytes;
+    key[18] = wanted;
+    key[19] = usual;
+    if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
+    Plan plan = take(make(plan_options));
+    // A plan that takes fewer threads than usual does so because the problem is tiny.
+    if (wanted != 0 && plan.threads() != wanted &&
+        (plan.threads() > wanted || plan.threads() == usual)) {
+      plan_options.threads = wanted;
+      plan = take(make(plan_options));
+    }
+    if (plans_.size() >= 256) plans_.clear();
+    plans_.emplace(key, plan);
+    return plan;
+  }
+
+ private:
+  std::map<Key, Plan> plans_;
+};
+
+template <class Plan>
+PlanCache<Plan>& cache() {
+  thread_local PlanCache<Plan> plans;
+  return plans;
+}
+
+int64_t code(const std::optional<DType>& dtype) {
+  return dtype ? static_cast<int64_t>(*dtype) : -1;
+}
+int64_t code(const std::optional<GradientOutput>& output) {
+  return output ? static_cast<int64_t>(output->dtype) + (output->accumulate ? 100 : 0) : -1;
+}
+
+ForwardPlan forward_plan(const Shape& s, const ForwardTypes& t, const Options& options) {
+  return cache<ForwardPlan>().get(
+      {s.BT, s.V, s.H, code(t.operand), code(t.multiply), code(t.target), code(t.logits),
+       static_cast<int64_t>(t.logits_rounding)},
+      options, [&](const PlanOptions& o) { return plan_forward(s, t, o); });
+}
+GradientPlan gradient_plan(const Shape& s, const GradientTypes& t, const Options& options) {
+  return cache<GradientPlan>().get(
+      {s.BT, s.V, s.H, code(t.operand), code(t.multiply), code(t.target),
+       static_cast<int64_t>(t.mode), static_cast<int64_t>(t.logits_rounding), code(t.grad_input),
+       code(t.grad_weight)},
+      options, [&](const PlanOptions& o) { return plan_gradient(s, t, o); });
+}
+LossAndGradientPlan loss_and_gradient_plan(const Shape& s, const LossAndGradientTypes& t,
+                                           Strategy strategy, const Options& options) {
+  return cache<LossAndGradientPlan>().get(
+      {s.BT, s.V, s.H, code(t.operand), code(t.multiply), code(t.target), code(t.grad_input),
+       code(t.grad_weight), static_cast<int64_t>(strategy)},
+      options,
+      [&](const PlanOptions& o) { return plan_loss_and_gradient(s, t, o, strategy); });
+}
+
+// Runs a plan in the thread's workspace without the GIL. `work`: about how many multiply-adds.
+template <class Plan, class Run>
+void execute(const Plan& plan, double work, const Run& run_plan) {
+  constexpr double kWorthInterrupting = 1e9;  // some 10 ms on one core
+  const WorkspaceLease workspace(plan.workspace_bytes());
+  Interrupt interrupt(work > kWorthInterrupting);
+  const Result<void> done = [&] {
+    const nb::gil_scoped_release without_gil;
+    return run_plan(workspace.bytes(), interrupt.token());
+  }();
+  interrupt.raise_if_interrupted();
+  if (!done) raise(done.error());
+}
+
+double size_of_problem(const Shape& s) {
+  return static_cast<double>(s.BT) * static_cast<double>(s.V) * static_cast<double>(s.H);
+}
+Shape shape_of(const MatrixView& input, const MatrixView& weight) {
+  return {.BT = input.rows, .V = weight.rows, .H = input.cols};
+}
+
+std::optional<GradientOutput> output_type(const std::optional<Matrix>& matrix, bool accumulate) {
+  if (!matrix) return {};
+  return GradientOutput{.dtype = static_cast<DType>(std::get<1>(*matrix)),
+                        .accumulate = accumulate};
+}
+
+// ---- operators ----------------------------------------------------------------------------------
+
+void forward(const Matrix& input, const Matrix& weight, const Vector& target,
+             int64_t vocab_start_index, std::optional<int64_t> vocab_end_index,
+             std::optional<int64_t> ignore_index, const std::optional<Vector>& counts,
+             std::optional<int> multiply, int logits_rounding, const Vector& logits_max,
+             const Vector& sum_exp_logits, const Vector& predicted_logits,
+             const std::optional<Mask>& target_mask, const std::optional<Vector>& masked_target,
+             const std::optional<Matrix>& logits, const Options& options) {
+  const MatrixView in = view(input);
+  const MatrixView w = view(weight);
+  const Shape shape = shape_of(in, w);
+  ForwardTypes types{.operand = in.dtype,
+                     .multiply = optional_dtype(multiply),
+                     .target = view(target).dtype,
+                     .logits = {},
+                     .logits_rounding = static_cast<LogitsRounding>(logits_rounding)};
+  if (logits) types.logits = view(*logits).dtype;
+  const ForwardPlan plan = forward_plan(shape, types, options);
+  const ForwardOperands operands{
+      in,
+      w,
+      view(target),
+      vocab_start_index,
+      vocab_end_index,
+      {.ignore_index = ignore_index, .counts = optional_view<ConstVectorView>(counts)}};
+  const ForwardOutputs outputs{view(logits_max),
+                               view(sum_exp_logits),
+                               view(predicted_logits),
+                               optional_view<MaskView>(target_mask),
+                               optional_view<VectorView>(masked_target),
+                               optional_view<MatrixView>(logits)};
+  execute(plan, size_of_problem(shape), [&](auto workspace, auto* cancel) {
+    return run(plan, operands, outputs, workspace, cancel);
+  });
+}
+
+void merge(const std::vector<std::tuple<Vector, Vector, Vector, Mask>>& shards,
+           const Vector& logits_max, const Vector& sum_exp_logits, const Vector& predicted_logits,
+           const std::optional<Mask>& target_mask) {
+  std::vector<ShardStatistics> views;
+  views.reserve(shards.size());
+  for (const auto& [max, sum, predicted, mask] : shards) {
+    views.push_back({view(max), view(sum), view(predicted), view(mask)});
+  }
+  const MergePlan plan =
+      take(plan_merge(std::get<2>(logits_max), static_cast<int64_t>(shards.size())));
+  const MergeOutputs outputs{view(logits_max), view(sum_exp_logits), view(predicted_logits),
+                             optional_view<MaskView>(target_mask)};
+  execute(plan, 0, [&](auto workspace, auto* cancel) {
+    return run(plan, views, outputs, workspace, cancel);
+  });
+}
+
+void loss(const Vector& logits_max, const Vector& sum_exp_logits, const Vector& predicted_logits,
+          const std::optional<Matrix>& logits, const std::optional<Vector>& counts,
+          const Vector& loss_out, const std::optional<Vector>& logsumexp,
+          const std::optional<Matrix>& softmax, const Options& options) {
+  LossTypes types;
+  int64_t V = 0;
+  if (softmax && logits) {
+    types.softmax_logits = view(*logits).dtype;
+    V = view(*logits).cols;
+  }
+  const int64_t BT = std::get<2>(logits_max);
+  const LossPlan plan = cache<LossPlan>().get(
+      {BT, V, code(types.softmax_logits)}, options,
+      [&](const PlanOptions& o) { return plan_loss(BT, V, types, o); });
+  const LossOperands operands{view(logits_max), view(sum_exp_logits), view(predicted_logits),
+                              optional_view<ConstMatrixView>(logits),
+                              optional_view<ConstVectorView>(counts)};
+  const LossOutputs outputs{view(loss_out), optional_view<VectorView>(logsumexp),
+                            optional_view<MatrixView>(softmax)};
+  execute(plan, static_cast<double>(BT) * static_cast<double>(V), [&](auto workspace,
+                                                                      auto* cancel) {
+    return run(plan, operands, outputs, workspace, cancel);
+  });
+}
+
+void gradient(const Vector& grad, const std::optional<Vector>& grad_logsumexp, const Matrix& input,
+              const Matrix& weight, const std::optional<Mask>& target_mask,
+              const Vector& masked_target, const std::optional<Vector>& logits_max,
+              const std::optional<Vector>& sum_exp_logits, const std::optional<Matrix>& softmax,
+              const std::optional<Vector>& counts, std::optional<int> multiply,
+              int logits_rounding, const std::optional<Matrix>& grad_input,
+              bool accumulate_grad_input, const std::optional<Matrix>& grad_weight,
+              bool accumulate_grad_weight, const Options& options) {
+  const MatrixView in = view(input);
+  const MatrixView w = view(weight);
+  const Shape shape = shape_of(in, w);
+  const GradientTypes types{
+      .operand = in.dtype,
+      .multiply = optional_dtype(multiply),
+      .target = view(masked_target).dtype,
+      .mode = softmax ? GradientMode::high_performance : GradientMode::memory_saving,
+      .logits_rounding = static_cast<LogitsRounding>(logits_rounding),
+      .grad_input = output_type(grad_input, accumulate_grad_input),
+      .grad_weight = output_type(grad_weight, accumulate_grad_weight)};
+  const GradientPlan plan = gradient_plan(shape, types, options);
+  const GradientOperands operands{view(grad),
+                                  optional_view<ConstVectorView>(grad_logsumexp),
+                                  in,
+                                  w,
+                                  optional_view<ConstMaskView>(target_mask),
+                                  view(masked_target),
+                                  optional_view<ConstVectorView>(logits_max),
+                                  optional_view<ConstVectorView>(sum_exp_logits),
+                                  optional_view<ConstMatrixView>(softmax),
+                                  optional_view<ConstVectorView>(counts)};
+  const GradientOutputs outputs{optional_view<MatrixView>(grad_input),
+                                optional_view<MatrixView>(grad_weight)};
+  execute(plan, size_of_problem(shape), [&](auto workspace, auto* cancel) {
+    return run(plan, operands, outputs, workspace, cancel);
+  });
+}
+
+double loss_and_gradient(const Matrix& input, const Matrix& weight, const Vector& target,
+                         std::optional<int64_t> ignore_index, const std::optional<Vector>& counts,
+                         const std::optional<Vector>& token_weights,
+                         std::optional<double> normalizer, std::optional<int> multiply,
+                         int strategy, const Vector& loss_out,
+                         const std::optional<Vector>& logits_max,
+                         const std::optional<Vector>& sum_exp_logits,
+                         const std::optional<Vector>& predicted_logits,
+                         const std::optional<Matrix>& grad_input, bool accumulate_grad_input,
+                         const std::optional<Matrix>& grad_weight, bool accumulate_grad_weight,
+                         const Options& options) {
+  const MatrixView in = view(input);
+  const MatrixView w = view(weight);
+  const Shape shape = shape_of(in, w);
+  const LossAndGradientTypes types{
+      .operand = in.dtype,
+      .multiply = optional_dtype(multiply),
+      .target = view(target).dtype,
+      .grad_input = output_type(grad_input, accumulate_grad_input),
+      .grad_weight = output_type(grad_weight, accumulate_grad_weight)};
+  const LossAndGradientPlan plan =
+      loss_and_gradient_plan(shape, types, static_cast<Strategy>(strategy), options);
+  const LossAndGradientOperands operands{
+      in,
+      w,
+      view(target),
+      {.ignore_index = ignore_index, .counts = optional_view<ConstVectorView>(counts)},
+      optional_view<ConstVectorView>(token_weights),
+      normalizer};
+  double total = 0;
+  const LossAndGradientOutputs outputs{view(loss_out),
+                                       &total,
+                                       optional_view<VectorView>(logits_max),
+                                       optional_view<VectorView>(sum_exp_logits),
+                                       optional_view<VectorView>(predicted_logits),
+                                       optional_view<MatrixView>(grad_input),
+                                       optional_view<MatrixView>(grad_weight)};
+  execute(plan, 3 * size_of_problem(shape), [&](auto workspace, auto* cancel) {
+    return run(plan, operands, outputs, workspace, cancel);
+  });
+  return total;
+}
+
+// ---- what a loss needs around the operators -----------------------------------------------------
+
+// How many targets count; an index error for one that does and is outside [0, V).
+int64_t count_rows(const Vector& target, int64_t V, int64_t ignore_index) {
+  const VectorView t = view(target);
+  int64_t rows = 0;
+  for (int64_t b = 0; b < t.size; ++b) {
+    const int64_t id = integer_at(t, b);
+    if (id == ignore_index) continue;
+    if (id < 0 || id >= V) {
+      raise({ErrorKind::invalid_data,
+             "target[" + std::to_string(b) + "] is " + std::to_string(id) +
+                 ", must be in [0, V) = [0, " + std::to_string(V) + ") where the row counts"});
+    }
+    ++rows;
+  }
+  return rows;
+}
+
+// counts[b] = target[b] is not ignored.
+void mark_rows(const Vector& target, int64_t ignore_index, const Vector& counts) {
+  const VectorView t = view(target);
+  auto* const out = reinterpret_cast<uint8_t*>(std::get<0>(counts));
+  for (int64_t b = 0; b < t.size; ++b) out[b] = integer_at(t, b) != ignore_index ? 1 : 0;
+}
+
+// sum_b weights[b] * loss[b] / normalizer over the rows that count, in double, ascending.
+double weighted_total(const Vector& losses, const Vector& target, int64_t ignore_index,
+                      const std::optional<Vector>& weights, double normalizer) {
+  const VectorView l = view(losses);
+  const VectorView t = view(target);
+  const auto w = optional_view<ConstVectorView>(weights);
+  double total = 0;
+  for (int64_t b = 0; b < l.size; ++b) {
+    if (integer_at(t, b) == ignore_index) continue;
+    const double weight = (w ? static_cast<double>(float_at(*w, b)) : 1.0) / normalizer;
+    total += weight * static_cast<double>(float_at(l, b));
+  }
+  return total;
+}
+
+// grad[b] = total * weights[b] / normalizer + each[b], 0 where the row does not count.
+void token_gradients(const Vector& target, int64_t ignore_index, double total,
+                     const std::optional<Vector>& weights, double normalizer,
+                     const std::optional<Vector>& each, const Vector& grad) {
+  const VectorView t = view(target);
+  const auto w = optional_view<ConstVectorView>(weights);
+  const auto e = optional_view<ConstVectorView>(each);
+  auto* const out = reinterpret_cast<float*>(std::get<0>(grad));
+  for (int64_t b = 0; b < t.size; ++b) {
+    double g = 0;
+    if (integer_at(t, b) != ignore_index) {
+      g = total * ((w ? static_cast<double>(float_at(*w, b)) : 1.0) / normalizer);
+      if (e) g += static_cast<double>(float_at(*e, b));
+    }
+    out[b] = static_cast<float>(g);
+  }
+}
+
+// ---- plans, printed -----------------------------------------------------------------------------
+
+using PlanText = std::tuple<std::string, int64_t, int>;  // describe(), bytes, threads
+
+PlanText plan_text(const std::string& kind, int64_t BT, int64_t V, int64_t H, int operand,
+                   std::optional<int> multiply, int strategy, bool want_grad_input,
+                   bool want_grad_weight, int grad_dtype, const Options& options) {
+  const Shape shape{BT, V, H};
+  const auto type = static_cast<DType>(operand);
+  const auto wanted = [&](bool is_wanted) {
+    return is_wanted ? std::optional(GradientOutput{.dtype = static_cast<DType>(grad_dtype)})
+                     : std::nullopt;
+  };
+  const auto text = [](const auto& plan) {
+    return PlanText{plan.describe(), plan.workspace_bytes(), plan.threads()};
+  };
+  if (kind == "forward") {
+    return text(forward_plan(shape, {.operand = type, .multiply = optional_dtype(multiply)},
+                             options));
+  }
+  if (kind == "gradient") {
+    return text(gradient_plan(shape,
+                              {.operand = type,
+                               .multiply = optional_dtype(multiply),
+                               .grad_input = wanted(want_grad_input),
+                               .grad_weight = wanted(want_grad_weight)},
+                              options));
+  }
+  return text(loss_and_gradient_plan(shape,
+                                     {.operand = type,
+                                      .multiply = optional_dtype(multiply),
+                                      .grad_input = wanted(want_grad_input),
+                                      .grad_weight = wanted(want_grad_weight)},
+                                     static_cast<Strategy>(strategy), options));
+}
+
+// Whether plan_loss_and_gradient takes one pass within the limit.
+bool takes_one_pass(int64_t BT, int64_t V, int64_t H, int operand, std::optional<int> multiply,
+                    int target, std::optional<int> grad_input, std::optional<int> grad_weight,
+                    const Options& options) {
+  const auto output = [](const std::optional<int>& dtype) {
+    return dtype ? std::optional(GradientOutput{.dtype = static_cast<DType>(*dtype)})
+                 : std::nullopt;
+  };
+  return loss_and_gradient_plan({BT, V, H},
+                                {.operand = static_cast<DType>(operand),
+                                 .multiply = optional_dtype(multiply),
+                                 .target = static_cast<DType>(target),
+                                 .grad_input = output(grad_input),
+                                 .grad_weight = output(grad_weight)},
+                                Strategy::automatic, options)
+             .strategy() == Strategy::one_pass;
+}
+
+nb::dict machine() {
+  const MachineInfo info = machine_info();
+  nb::dict d;
+  nb::list isas;
+  for (const Isa isa : info.isas) isas.append(name_of(isa));
+  d["cpu"] = info.cpu;
+  d["isas"] = nb::tuple(isas);
+  d["isa"] = name_of(take(default_isa()));
+  d["threads"] = info.threads;
+  d["l1d_bytes"] = info.l1d_bytes;
+  d["l2_bytes"] = info.l2_bytes;
+  d["l3_bytes"] = info.l3_bytes;
+  d["amx_present"] = info.amx_present;
+  return d;
+}
+
+// ---- foreign arrays -----------------------------------------------------------------------------
+
+// An array of another library, through DLPack or the buffer protocol; keeps it alive.
+struct Borrowed {
+  nb::ndarray<nb::ro> array;
+};
+
+int dtype_number(const nb::dlpack::dtype& type) {
+  using Code = nb::dlpack::dtype_code;
+  const auto code = static_cast<Code>(type.code);
+  if (type.lanes == 1) {
+    if (code == Code::Float && type.bits == 32) return static_cast<int>(DType::f32);
+    if (code == Code::Float && type.bits == 16) return static_cast<int>(DType::f16);
+    if (code == Code::Bfloat && type.bits == 16) return static_cast<int>(DType::bf16);
+    if (code == Code::Int && type.bits == 32) return static_cast<int>(DType::i32);
+    if (code == Code::Int && type.bits == 64) return static_cast<int>(DType::i64);
+    if (code == Code::UInt && type.bits == 8) return static_cast<int>(DType::u8);
+    if (code == Code::Bool && type.bits == 8) return -2;
+    if (code == Code::UInt && type.bits == 16) return -3;
+  }
+  return -1;
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The core's plan / run pairs; see logitless.numpy for the face that checks and documents.";
+  m.attr("__version__") = LOGITLESS_VERSION;
+
+  m.def("forward", &forward, nb::arg("input"), nb::arg("weight"), nb::arg("target"),
+        nb::arg("vocab_start_index"), nb::arg("vocab_end_index").none(),
+        nb::arg("ignore_index").none(), nb::arg("counts").none(), nb::arg("multiply").none(),
+        nb::arg("logits_rounding"), nb::arg("logits_max"), nb::arg("sum_exp_logits"),
+        nb::arg("predicted_logits"), nb::arg("target_mask").none(),
+        nb::arg("masked_target").none(), nb::arg("logits").none(), nb::arg("options"));
+  m.def("merge", &merge, nb::arg("shards"), nb::arg("logits_max"), nb::arg("sum_exp_logits"),
+        nb::arg("predicted_logits"), nb::arg("target_mask").none());
+  m.def("loss", &loss, nb::arg("logits_max"), nb::arg("sum_exp_logits"),
+        nb::arg("predicted_logits"), nb::arg("logits").none(), nb::arg("counts").none(),
+        nb::arg("loss"), nb::arg("logsumexp").none(), nb::arg("softmax").none(),
+        nb::arg("options"));
+  m.def("gradient", &gradient, nb::arg("grad"), nb::arg("grad_logsumexp").none(), nb::arg("input"),
+        nb::arg("weight"), nb::arg("target_mask").none(), nb::arg("masked_target"),
+        nb::arg("logits_max").none(), nb::arg("sum_exp_logits").none(), nb::arg("softmax").none(),
+        nb::arg("counts").none(), nb::arg("multiply").none(), nb::arg("logits_rounding"),
+        nb::arg("grad_input").none(), nb::arg("accumulate_grad_input"),
+        nb::arg("grad_weight").none(), nb::arg("accumulate_grad_weight"), nb::arg("options"));
+  m.def("loss_and_gradient", &loss_and_gradient, nb::arg("input"), nb::arg("weight"),
+        nb::arg("target"), nb::arg("ignore_index").none(), nb::arg("counts").none(),
+        nb::arg("token_weights").none(), nb::arg("normalizer").none(), nb::arg("multiply").none(),
+        nb::arg("strategy"), nb::arg("loss"), nb::arg("logits_max").none(),
+        nb::arg("sum_exp_logits").none(), nb::arg("predicted_logits").none(),
+        nb::arg("grad_input").none(), nb::arg("accumulate_grad_input"),
+        nb::arg("grad_weight").none(), nb::arg("accumulate_grad_weight"), nb::arg("options"));
+
+  m.def("count_rows", &count_rows);
+  m.def("mark_rows", &mark_rows);
+  m.def("weighted_total", &weighted_total, nb::arg("loss"), nb::arg("target"),
+        nb::arg("ignore_index"), nb::arg("weights").none(), nb::arg("normalizer"));
+  m.def("token_gradients", &token_gradients, nb::arg("target"), nb::arg("ignore_index"),
+        nb::arg("total"), nb::arg("weights").none(), nb::arg("normalizer"), nb::arg("each").none(),
+        nb::arg("grad"));
+
+  m.def("plan_text", &plan_text, nb::arg("kind"), nb::arg("BT"), nb::arg("V"), nb::arg("H"),
+        nb::arg("operand"), nb::arg("multiply").none(), nb::arg("strategy"), nb::arg("grad_input"),
+        nb::arg("grad_weight"), nb::arg("grad_dtype"), nb::arg("options"));
+  m.def("takes_one_pass", &takes_one_pass, nb::arg("BT"), nb::arg("V"), nb::arg("H"),
+        nb::arg("operand"), nb::arg("multiply").none(), nb::arg("target"),
+        nb::arg("grad_input").none(), nb::arg("grad_weight").none(), nb::arg("options"));
+  m.def("machine", &machine);
+  m.def("measure_peak_flops", [](const std::string& isa, int dtype, int threads, double seconds) {
+    const Isa level = take(parse_isa(isa));
+    const nb::gil_scoped_release without_gil;
+    return take(measure_peak_flops(level, static_cast<DType>(dtype), threads, seconds));
+  });
+
+  m.def("suggest_openmp", &suggest_openmp);
+  m.def("openmp_path", &openmp_path);
+  m.def("drop_workspaces", &drop_workspaces);
+  m.def("workspace_bytes_held", &workspace_bytes_held);
+
+  nb::class_<Borrowed>(m, "Borrowed", "An array of another library, kept alive.")
+      .def_prop_ro("address",
+                   [](const Borrowed& b) { return reinterpret_cast<uintptr_t>(b.array.data()); })
+      .def_prop_ro("dtype", [](const Borrowed& b) { return dtype_number(b.array.dtype()); })
+      .def_prop_ro("on_cpu",
+                   [](const Borrowed& b) { return b.array.device_type() == nb::device::cpu::value; })
+      .def_prop_ro("shape",
+                   [](const Borrowed& b) {
+                     nb::list shape;
+                     for (size_t i = 0; i < b.array.ndim(); ++i) shape.append(b.array.shape(i));
+                     return nb::tuple(shape);
+                   })
+      .def_prop_ro("strides", [](const Borrowed& b) {
+        nb::list strides;
+        for (size_t i = 0; i < b.array.ndim(); ++i) strides.append(b.array.stride(i));
+        return nb::tuple(strides);
+      });
+  m.def("borrow", [](nb::ndarray<nb::ro> array) { return Borrowed{std::move(array)}; });
+}
+
+}  // namespace logitless::python
