@@ -390,6 +390,19 @@ void mark_rows(const Vector& target, int64_t ignore_index, const Vector& counts)
   for (int64_t b = 0; b < t.size; ++b) out[b] = integer_at(t, b) != ignore_index ? 1 : 0;
 }
 
+// log(sum) + max of each row that counts, else 0.
+void row_logsumexp(const Vector& target, int64_t ignore_index, const Vector& logits_max,
+                   const Vector& sum_exp_logits, const Vector& logsumexp) {
+  const VectorView t = view(target);
+  const VectorView max = view(logits_max);
+  const VectorView sum = view(sum_exp_logits);
+  auto* const out = reinterpret_cast<float*>(std::get<0>(logsumexp));
+  for (int64_t b = 0; b < t.size; ++b) {
+    const bool counts = integer_at(t, b) != ignore_index;
+    out[b] = counts ? std::log(float_at(sum, b)) + float_at(max, b) : 0.0f;
+  }
+}
+
 // sum_b weights[b] * loss[b] / normalizer over the rows that count, in double, ascending.
 double weighted_total(const Vector& losses, const Vector& target, int64_t ignore_index,
                       const std::optional<Vector>& weights, double normalizer) {
@@ -550,6 +563,7 @@ NB_MODULE(_core, m) {
 
   m.def("count_rows", &count_rows);
   m.def("mark_rows", &mark_rows);
+  m.def("row_logsumexp", &row_logsumexp);
   m.def("weighted_total", &weighted_total, nb::arg("loss"), nb::arg("target"),
         nb::arg("ignore_index"), nb::arg("weights").none(), nb::arg("normalizer"));
   m.def("token_gradients", &token_gradients, nb::arg("target"), nb::arg("ignore_index"),
