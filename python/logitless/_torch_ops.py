@@ -334,27 +334,29 @@ _TWICE = (
 
 
 class _Once(torch.autograd.Function):
-    """Passes gradients on and refuses to be differentiated."""
+    """Passes gradients on and refuses to be differentiated with respect to what they depend on."""
 
     @staticmethod
-    def forward(ctx: Any, upstream: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(g.view_as(g) for g in gradients)
+    def forward(depends_on: int, *tensors: Any) -> tuple[Tensor, ...]:
+        return tuple(g.view_as(g) for g in tensors[depends_on:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(_TWICE)
 
 
-def refuse_double_backward(upstream: Any, gradients: tuple[Any, Any]) -> tuple[Any, Any]:
+def refuse_double_backward(depends_on: tuple[Any, ...], gradients: tuple[Any, Any]) -> Any:
     """Marks gradients that were made while a graph of them is recorded."""
-    first = next((u for u in upstream if u is not None), None)
-    if first is None or not torch.is_grad_enabled():
-        return gradients
-    if not first.requires_grad:
-        first = first.detach().requires_grad_()
     kept = [g for g in gradients if g is not None]
-    marked = iter(_Once.apply(first, *kept))
-    return tuple(None if g is None else next(marked) for g in gradients)  # type: ignore[return-value]
+    if not kept or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return gradients
+    sources = [t for t in depends_on if t is not None]
+    marked = iter(_Once.apply(len(sources), *sources, *kept))
+    return tuple(None if g is None else next(marked) for g in gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -427,7 +429,39 @@ def _autograd(ctx: Any, grad_total: Any, grad_loss: Any, grad_logsumexp: Any, *_
                 None if not w else (m if g is None else g + m)
                 for w, g, m in zip(wanted, gradients, more)
             )  # type: ignore[assignment]
-    return (*refuse_double_backward(upstream, gradients), *nothing)
+    return (*refuse_double_backward((*upstream, input, weight), gradients), *nothing)
+
+
+class Eager(torch.autograd.Function):
+    """The operator with the same gradient, quicker than through the dispatcher's autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        output = torch.ops.logitless.linear_cross_entropy.default(*arguments)
+        _setup_context(ctx, arguments, output)
+        return output
+
+    backward = staticmethod(_autograd)
+
+
+class Transformed(torch.autograd.Function):
+    """The same in the style that torch.func.grad and vjp want."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.logitless.linear_cross_entropy.default(*arguments)
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_autograd)
+
+
+def apply(grad: bool, *arguments: Any) -> tuple[Tensor, ...]:
+    """The operator; grad: gradients are wanted."""
+    if not grad or torch.compiler.is_compiling():
+        return torch.ops.logitless.linear_cross_entropy.default(*arguments)
+    if torch._C._are_functorch_transforms_active():
+        return Transformed.apply(*arguments)
+    return Eager.apply(*arguments)
 
 
 _lib.impl("linear_cross_entropy", _forward, "CPU")

@@ -8,6 +8,7 @@ from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._torch_ops import (
     AUTO,
@@ -15,8 +16,8 @@ from ._torch_ops import (
     ONE_PASS,
     RECOMPUTE,
     STORE_SOFTMAX,
+    apply,
     fits_one_pass,
-    matrix,
     refuse_double_backward,
     run_backward,
 )
@@ -127,7 +128,10 @@ def linear_cross_entropy(
     elif mode == ONE_PASS and not (grad_input or grad_weight):
         mode = RECOMPUTE
     per_token_weights = reduction == "none" and token_weights is not None
-    total, loss, logsumexp, *_ = torch.ops.logitless.linear_cross_entropy.default(
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        _refuse_forward_mode(input, linear_weight)
+    total, loss, logsumexp, *_ = apply(
+        grad_input or grad_weight,
         flat_input, linear_weight, flat_target, None if per_token_weights else token_weights,
         normalizer, reduction, ignored, mode, bf16, grad_input, grad_weight, limit,
     )  # fmt: skip
@@ -138,6 +142,15 @@ def linear_cross_entropy(
             loss = loss / normalizer.to(loss.dtype)
         total = loss.reshape(target.shape)
     return (total, logsumexp.reshape(target.shape)) if return_logsumexp else total
+
+
+def _refuse_forward_mode(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                "linear_cross_entropy has no forward-mode derivative (torch.func.jvp, jacfwd): use "
+                "reverse mode, or torch.nn.functional.cross_entropy there"
+            )
 
 
 def _fitting_mode(
@@ -322,7 +335,7 @@ class _MainGrad(torch.autograd.Function):
                     ctx.parameter.main_grad, (False, True),
                 )  # fmt: skip
             ctx.parameter.grad_added_to_main_grad = True
-        return (*refuse_double_backward(upstream, (grad_input, None)), *(None,) * 8)
+        return (*refuse_double_backward((*upstream, input), (grad_input, None)), *(None,) * 8)
 
 
 # ---- the module ---------------------------------------------------------------------------------
