@@ -62,7 +62,7 @@ def view(name: str, array: Any, *, bf16: bool = False, output: bool = False) -> 
         return Array(
             array.ctypes.data, dtype, array.shape, tuple(s // size for s in array.strides), array
         )
-    if np.isscalar(array) or isinstance(array, (list, tuple)):
+    if isinstance(array, (str, bytes, int, float, list, tuple)):
         raise TypeError(
             f"{name} is a {type(array).__name__}, must be an array (NumPy, DLPack or a buffer)"
         )

@@ -167,7 +167,7 @@ def gradient(
     else:
         p = np.asarray(softmax, np.float64)
     inside = np.ones(tokens, bool) if target_mask is None else ~unpack(target_mask, tokens)
-    grad_logits = np.where(rows[:, None], p * (g + g_lse)[:, None], 0)
+    grad_logits = np.where(rows[:, None], p, 0) * np.where(rows, g + g_lse, 0)[:, None]
     hit = np.flatnonzero(rows & inside)
     grad_logits[hit, np.asarray(masked_target)[hit]] -= g[hit]
     return Gradient(grad_logits @ w, grad_logits.T @ x)

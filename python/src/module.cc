@@ -118,8 +118,8 @@ class PlanCache {
   Plan get(Key key, const Options& options, const Make& make) {
     PlanOptions plan_options;
     plan_options.workspace_limit_bytes = std::get<2>(options);
-    plan_options.isa = take(std::get<1>(options).empty() ? default_isa()
-                                                         : parse_isa(std::get<1>(options)));
+    plan_options.isa =
+        take(std::get<1>(options).empty() ? default_isa() : parse_isa(std::get<1>(options)));
     const int wanted = std::get<0>(options);
     const int usual = default_threads();
     key[16] = static_cast<int64_t>(*plan_options.isa);
@@ -174,8 +174,7 @@ LossAndGradientPlan loss_and_gradient_plan(const Shape& s, const LossAndGradient
   return cache<LossAndGradientPlan>().get(
       {s.BT, s.V, s.H, code(t.operand), code(t.multiply), code(t.target), code(t.grad_input),
        code(t.grad_weight), static_cast<int64_t>(strategy)},
-      options,
-      [&](const PlanOptions& o) { return plan_loss_and_gradient(s, t, o, strategy); });
+      options, [&](const PlanOptions& o) { return plan_loss_and_gradient(s, t, o, strategy); });
 }
 
 // Runs a plan in the thread's workspace without the GIL. `work`: about how many multiply-adds.
@@ -270,28 +269,28 @@ void loss(const Vector& logits_max, const Vector& sum_exp_logits, const Vector& 
     V = view(*logits).cols;
   }
   const int64_t BT = std::get<2>(logits_max);
-  const LossPlan plan = cache<LossPlan>().get(
-      {BT, V, code(types.softmax_logits)}, options,
-      [&](const PlanOptions& o) { return plan_loss(BT, V, types, o); });
+  const LossPlan plan =
+      cache<LossPlan>().get({BT, V, code(types.softmax_logits)}, options,
+                            [&](const PlanOptions& o) { return plan_loss(BT, V, types, o); });
   const LossOperands operands{view(logits_max), view(sum_exp_logits), view(predicted_logits),
                               optional_view<ConstMatrixView>(logits),
                               optional_view<ConstVectorView>(counts)};
   const LossOutputs outputs{view(loss_out), optional_view<VectorView>(logsumexp),
                             optional_view<MatrixView>(softmax)};
-  execute(plan, static_cast<double>(BT) * static_cast<double>(V), [&](auto workspace,
-                                                                      auto* cancel) {
-    return run(plan, operands, outputs, workspace, cancel);
-  });
+  execute(plan, static_cast<double>(BT) * static_cast<double>(V),
+          [&](auto workspace, auto* cancel) {
+            return run(plan, operands, outputs, workspace, cancel);
+          });
 }
 
 void gradient(const Vector& grad, const std::optional<Vector>& grad_logsumexp, const Matrix& input,
               const Matrix& weight, const std::optional<Mask>& target_mask,
               const Vector& masked_target, const std::optional<Vector>& logits_max,
               const std::optional<Vector>& sum_exp_logits, const std::optional<Matrix>& softmax,
-              const std::optional<Vector>& counts, std::optional<int> multiply,
-              int logits_rounding, const std::optional<Matrix>& grad_input,
-              bool accumulate_grad_input, const std::optional<Matrix>& grad_weight,
-              bool accumulate_grad_weight, const Options& options) {
+              const std::optional<Vector>& counts, std::optional<int> multiply, int logits_rounding,
+              const std::optional<Matrix>& grad_input, bool accumulate_grad_input,
+              const std::optional<Matrix>& grad_weight, bool accumulate_grad_weight,
+              const Options& options) {
   const MatrixView in = view(input);
   const MatrixView w = view(weight);
   const Shape shape = shape_of(in, w);
@@ -335,12 +334,11 @@ double loss_and_gradient(const Matrix& input, const Matrix& weight, const Vector
   const MatrixView in = view(input);
   const MatrixView w = view(weight);
   const Shape shape = shape_of(in, w);
-  const LossAndGradientTypes types{
-      .operand = in.dtype,
-      .multiply = optional_dtype(multiply),
-      .target = view(target).dtype,
-      .grad_input = output_type(grad_input, accumulate_grad_input),
-      .grad_weight = output_type(grad_weight, accumulate_grad_weight)};
+  const LossAndGradientTypes types{.operand = in.dtype,
+                                   .multiply = optional_dtype(multiply),
+                                   .target = view(target).dtype,
+                                   .grad_input = output_type(grad_input, accumulate_grad_input),
+                                   .grad_weight = output_type(grad_weight, accumulate_grad_weight)};
   const LossAndGradientPlan plan =
       loss_and_gradient_plan(shape, types, static_cast<Strategy>(strategy), options);
   const LossAndGradientOperands operands{
@@ -374,9 +372,9 @@ int64_t count_rows(const Vector& target, int64_t V, int64_t ignore_index) {
     const int64_t id = integer_at(t, b);
     if (id == ignore_index) continue;
     if (id < 0 || id >= V) {
-      raise({ErrorKind::invalid_data,
-             "target[" + std::to_string(b) + "] is " + std::to_string(id) +
-                 ", must be in [0, V) = [0, " + std::to_string(V) + ") where the row counts"});
+      raise({ErrorKind::invalid_data, "target[" + std::to_string(b) + "] is " + std::to_string(id) +
+                                          ", must be in [0, V) = [0, " + std::to_string(V) +
+                                          ") where the row counts"});
     }
     ++rows;
   }
@@ -453,8 +451,8 @@ PlanText plan_text(const std::string& kind, int64_t BT, int64_t V, int64_t H, in
     return PlanText{plan.describe(), plan.workspace_bytes(), plan.threads()};
   };
   if (kind == "forward") {
-    return text(forward_plan(shape, {.operand = type, .multiply = optional_dtype(multiply)},
-                             options));
+    return text(
+        forward_plan(shape, {.operand = type, .multiply = optional_dtype(multiply)}, options));
   }
   if (kind == "gradient") {
     return text(gradient_plan(shape,
@@ -532,15 +530,16 @@ int dtype_number(const nb::dlpack::dtype& type) {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  m.doc() = "The core's plan / run pairs; see logitless.numpy for the face that checks and documents.";
+  m.doc() =
+      "The core's plan / run pairs; see logitless.numpy for the face that checks and documents.";
   m.attr("__version__") = LOGITLESS_VERSION;
 
   m.def("forward", &forward, nb::arg("input"), nb::arg("weight"), nb::arg("target"),
         nb::arg("vocab_start_index"), nb::arg("vocab_end_index").none(),
         nb::arg("ignore_index").none(), nb::arg("counts").none(), nb::arg("multiply").none(),
         nb::arg("logits_rounding"), nb::arg("logits_max"), nb::arg("sum_exp_logits"),
-        nb::arg("predicted_logits"), nb::arg("target_mask").none(),
-        nb::arg("masked_target").none(), nb::arg("logits").none(), nb::arg("options"));
+        nb::arg("predicted_logits"), nb::arg("target_mask").none(), nb::arg("masked_target").none(),
+        nb::arg("logits").none(), nb::arg("options"));
   m.def("merge", &merge, nb::arg("shards"), nb::arg("logits_max"), nb::arg("sum_exp_logits"),
         nb::arg("predicted_logits"), nb::arg("target_mask").none());
   m.def("loss", &loss, nb::arg("logits_max"), nb::arg("sum_exp_logits"),
@@ -592,8 +591,9 @@ NB_MODULE(_core, m) {
       .def_prop_ro("address",
                    [](const Borrowed& b) { return reinterpret_cast<uintptr_t>(b.array.data()); })
       .def_prop_ro("dtype", [](const Borrowed& b) { return dtype_number(b.array.dtype()); })
-      .def_prop_ro("on_cpu",
-                   [](const Borrowed& b) { return b.array.device_type() == nb::device::cpu::value; })
+      .def_prop_ro(
+          "on_cpu",
+          [](const Borrowed& b) { return b.array.device_type() == nb::device::cpu::value; })
       .def_prop_ro("shape",
                    [](const Borrowed& b) {
                      nb::list shape;

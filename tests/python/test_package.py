@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as a whole: what it loads, keeps, and does with threads, signals and forks."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import logitless
+import logitless.numpy as ln
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed"
+)
+RUNTIMES = """
+def runtimes():
+    names = {line.split()[-1] for line in open("/proc/self/maps")}
+    return sorted(n for n in names if any(k in n.rsplit("/")[-1] for k in ("libgomp", "libomp", "libiomp")))
+def compute():
+    import numpy as np, logitless.numpy as ln
+    x = np.ones((256, 64), np.float32); w = np.ones((4096, 64), np.float32)
+    ln.loss_and_gradient(x, w, np.zeros(256, np.int64))
+"""
+
+
+def big_enough():
+    return np.ones((256, 64), np.float32), np.ones((4096, 64), np.float32), np.zeros(256, np.int64)
+
+
+def test_version_is_that_of_the_core():
+    header = Path(__file__).parents[2] / "include/logitless/version.h"
+    assert f'LOGITLESS_VERSION "{logitless.__version__}"' in header.read_text()
+
+
+def test_the_module_links_no_openmp_runtime():
+    module = Path(logitless._core.__file__)
+    needed = subprocess.run(["readelf", "-d", module], capture_output=True, text=True)
+    if needed.returncode != 0:
+        pytest.skip("readelf is not installed")
+    libraries = re.findall(r"NEEDED.*\[(.*)\]", needed.stdout)
+    assert libraries and not [n for n in libraries if "omp" in n]
+    symbols = subprocess.run(["nm", "-D", "--undefined-only", module], capture_output=True, text=True)
+    assert not re.findall(r"GOMP_\w+|omp_\w+|__kmpc_\w+", symbols.stdout)
+
+
+@needs_torch
+@pytest.mark.parametrize("order", ["import torch; import logitless; compute()",
+                                   "import logitless; import torch; compute()",
+                                   "import logitless; compute(); import torch"])  # fmt: skip
+def test_one_openmp_runtime_is_mapped_in_either_order(script, order):
+    out = script(RUNTIMES + order + """
+import torch
+a = torch.ones(512, 512); (a @ a).sum()
+assert len(runtimes()) == 1, runtimes()
+import os
+assert os.path.samefile(logitless.info()["openmp"], runtimes()[0]), logitless.info()["openmp"]
+print("one")
+""", env={"OMP_NUM_THREADS": "2"})  # fmt: skip
+    assert out == "one\n"
+
+
+def test_importing_maps_no_runtime_and_no_torch(script):
+    out = script(RUNTIMES + """
+import sys, logitless, logitless.numpy
+assert runtimes() == [], runtimes()
+assert "torch" not in sys.modules
+print("none")
+""")  # fmt: skip
+    assert out == "none\n"
+
+
+def test_without_any_runtime_threads_of_its_own_do_the_work(script):
+    source = RUNTIMES + """
+import numpy as np, logitless, logitless.numpy as ln
+rng = np.random.default_rng(1)
+x = rng.standard_normal((128, 64)).astype("f"); w = rng.standard_normal((3000, 64)).astype("f")
+r = ln.loss_and_gradient(x, w, np.arange(128), threads=4)
+print(logitless.info()["openmp"].rsplit("/")[-1].startswith("threads of its own"), r.grad_weight.tobytes().hex()[:64], r.total)
+"""  # fmt: skip
+    own = script(source, env={"LOGITLESS_OPENMP": "none"}).split()
+    usual = script(source).split()
+    assert own[0] == "True"
+    assert own[1:] == usual[1:]
+
+
+def test_a_fork_after_a_parallel_region_does_not_hang(script):
+    out = script("""
+    import os, numpy as np, logitless.numpy as ln
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((128, 64)).astype("f"); w = rng.standard_normal((3000, 64)).astype("f")
+    t = np.arange(128)
+    before = ln.loss_and_gradient(x, w, t, threads=2)
+    child = os.fork()
+    if child == 0:
+        after = ln.loss_and_gradient(x, w, t, threads=2)
+        os._exit(0 if (after.grad_weight == before.grad_weight).all() else 3)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status))
+    """, timeout=60)  # fmt: skip
+    assert out == "0\n"
+
+
+INTERRUPTED = """
+import numpy as np, signal, sys
+import logitless.numpy as ln
+{handler}
+x = np.ones(({BT}, 2048), np.float32); w = np.ones((8192, 2048), np.float32)
+ln.forward(x[:4], w, np.zeros(4, np.int64))
+print("started", flush=True)
+try:
+    ln.loss_and_gradient(x, w, np.zeros({BT}, np.int64), strategy="recompute")
+    print("finished", flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+r = ln.loss_and_gradient(x[:4], w, np.zeros(4, np.int64))
+print("usable", np.isfinite(r.total))
+"""
+
+
+def interrupt(source: str) -> list[str]:
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    return out.splitlines()
+
+
+def test_ctrl_c_ends_a_long_call_early():
+    # Some 10^13 operations: a minute or more, if nothing stopped them.
+    assert interrupt(INTERRUPTED.format(BT=100_000, handler="")) == ["interrupted", "usable True"]
+
+
+def test_a_handler_of_the_user_s_own_runs_after_the_call():
+    handler = "signal.signal(signal.SIGINT, lambda *_: print('noted', flush=True))"
+    lines = interrupt(INTERRUPTED.format(BT=2000, handler=handler))
+    assert sorted(lines) == ["finished", "noted", "usable True"]
+
+
+def test_the_workspace_is_kept_and_can_be_dropped():
+    logitless.empty_cache()
+    assert logitless.info()["workspace_bytes_held"] == 0
+    ln.loss_and_gradient(*big_enough())
+    held = logitless.info()["workspace_bytes_held"]
+    assert held > 0
+    ln.loss_and_gradient(*big_enough())
+    assert logitless.info()["workspace_bytes_held"] == held
+    logitless.empty_cache()
+    assert logitless.info()["workspace_bytes_held"] == 0
+
+
+def test_each_thread_has_a_workspace_that_dies_with_it():
+    import threading
+
+    logitless.empty_cache()
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(ln.loss_and_gradient(*big_enough()).total))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(results)) == 1 and len(results) == 4
+    for _ in range(1000):  # a joined thread may still be on its way out
+        if logitless.info()["workspace_bytes_held"] == 0:
+            return
+        time.sleep(0.01)
+    raise AssertionError("the workspaces of ended threads are still held")
+
+
+def test_the_gil_is_released_while_computing(script):
+    out = script("""
+    import threading, numpy as np, logitless.numpy as ln
+    x = np.ones((2000, 512), np.float32); w = np.ones((8000, 512), np.float32)
+    ticks, done = 0, False
+    def compute():
+        global done
+        ln.loss_and_gradient(x, w, np.zeros(2000, np.int64), threads=1)
+        done = True
+    thread = threading.Thread(target=compute); thread.start()
+    while not done:
+        ticks += 1
+    thread.join()
+    print(ticks > 1000)
+    """)  # fmt: skip
+    assert out == "True\n"
+
+
+def test_threads_come_from_the_environment_or_the_call(script):
+    ask = "import logitless; print(logitless.get_num_threads())"
+    assert script(ask, env={"OMP_NUM_THREADS": "3"}) == "3\n"
+    set_them = "import logitless; logitless.set_num_threads(5); print(logitless.get_num_threads()); logitless.set_num_threads(None); print(logitless.get_num_threads())"
+    assert script(set_them, env={"OMP_NUM_THREADS": "3"}) == "5\n3\n"
+    with pytest.raises(ValueError, match="threads is -1, must be between 0 and 4096"):
+        logitless.set_num_threads(-1)
+    with pytest.raises(TypeError, match="threads is a float"):
+        logitless.set_num_threads(1.5)  # type: ignore[arg-type]
+
+
+def test_an_isa_can_be_forced_and_a_wrong_one_is_an_error(script):
+    source = """
+    import numpy as np, logitless, logitless.numpy as ln
+    ln.forward(np.ones((2, 3), "f"), np.ones((4, 3), "f"), np.zeros(2, np.int64))
+    print(logitless.info()["isa"])
+    """
+    assert script(source, env={"LOGITLESS_ISA": "scalar"}) == "scalar\n"
+    failed = script(source, env={"LOGITLESS_ISA": "mmx"}, ok=False)
+    assert "ValueError: LOGITLESS_ISA: 'mmx' is not an instruction set usable here" in failed.stderr
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="module 'logitless' has no attribute 'logits'"):
+        logitless.logits
+    assert "linear_cross_entropy" in dir(logitless)
+
+
+def test_the_package_is_typed():
+    folder = Path(logitless.__file__).parent
+    assert (folder / "py.typed").exists()
+    assert (Path(logitless._core.__file__).parent / "_core.pyi").exists()
