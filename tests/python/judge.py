@@ -71,6 +71,8 @@ def expected(
     scale = (np.abs(c) + np.abs(c_lse))[:, None]
     g_deviation = relative * np.abs(g) + (relative * (multiply != "f32") + 8 * u) * p * scale
     g_deviation = g_deviation + p * scale * (logit_deviation + row_deviation[:, None])
+    if multiply == "f16":  # scaled so that the coefficient is near 1; the least spacing is 2^-24
+        g_deviation = g_deviation + 2.0**-25 * scale
     # A row's own statistics are wrong for all of it at once: a bias, not a deviation.
     bias = p * scale * row_deviation[:, None]
 
