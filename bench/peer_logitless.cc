@@ -228,12 +228,7 @@ class Worker {
   json load(const json& request) {
     prepared_.clear();
     loaded_.reset();
-    cli::CaseOptions case_options;
-    if (request.contains("ignore_index") && !request["ignore_index"].is_null()) {
-      case_options.ignore_index = request["ignore_index"].get<int64_t>();
-    }
-    Case c =
-        take(cli::load_case(request.at("files").get<std::vector<std::string>>(), case_options));
+    Case c = take(cli::load_case(request.at("files").get<std::vector<std::string>>()));
     cli::set_mean_grad(c);
     const Isa isa = take(default_isa());
     threads_ = request.value("threads", 0);

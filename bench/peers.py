@@ -298,8 +298,10 @@ class Comparison:
         with self.start(contenders[0], timed=False) as worker:
             self.about = self.load(worker)
         result = {"BT": BT, "V": V, "H": H, "about": self.about, "contenders": {}, "golden": None}
-        golden = self.golden(contenders)
         present = [c for c in contenders if self.fits(c)]
+        if contenders[0] not in present:
+            raise Failure(f"{BT},{V},{H}: Logitless {self.skipped[contenders[0].key]}")
+        golden = self.golden(contenders)
         if golden is not None:
             with golden:
                 self.say("the definition in float64")
@@ -309,6 +311,8 @@ class Comparison:
                 probed = {c.key: self.probe(c, golden, right) for c in present}
         else:
             probed = {c.key: self.probe(c, None, None) for c in present}
+        if probed[contenders[0].key] is None:
+            raise Failure(f"{BT},{V},{H}: {self.skipped[contenders[0].key]}")
         present = [c for c in present if probed[c.key] is not None]
         self.race(present, probed, result)
         result["skipped"] = self.skipped
@@ -381,6 +385,18 @@ class Comparison:
             tried[:2] = sorted(tried[:2], key=lambda t: min(t["seconds"]))
         return tried
 
+    def warm_up(self, worker, contender):
+        """Twice each: threads, compiled code, memory that malloc keeps."""
+        self.load(worker)
+        ops = dict.fromkeys(contender.ops.values())
+        if not contender.ours:
+            self.prepare(worker, contender, "")
+        for op in ops:
+            if contender.ours:
+                self.prepare(worker, contender, op)
+            for _ in range(2):
+                worker.ask("run", op=op)
+
     def race(self, contenders, probed, result):
         """Times every op of every contender in turn, in as few groups as memory allows; ours is in
         each group."""
@@ -403,47 +419,59 @@ class Comparison:
             self.race_group([ours, *(by_key[key] for key in group)], probed, result, number)
 
     def race_group(self, group, probed, result, number):
-        workers = {}
+        workers, seconds = {}, {}
+
+        def give_up(contender, failure):
+            if contender.ours:
+                raise failure
+            self.skipped[contender.key] = str(failure)
+            workers.pop(contender.key).close()
+            for section in contender.ops:
+                seconds.pop((contender.key, section), None)
+
         try:
             for c in group:
                 self.say(f"{c.label}: warming up")
-                worker = workers[c.key] = self.start(c, timed=True)
-                self.load(worker)
-                c = dataclasses.replace(c, options=probed[c.key].get("options", c.options))
-                for op in dict.fromkeys(c.ops.values()):
-                    if c.ours or op == next(iter(c.ops.values())):
-                        self.prepare(worker, c, op)
-                    for _ in range(2):
-                        worker.ask("run", op=op)
+                workers[c.key] = self.start(c, timed=True)
+                try:
+                    self.warm_up(workers[c.key], dataclasses.replace(
+                        c, options=probed[c.key].get("options", c.options)))
+                except Failure as e:
+                    give_up(c, e)
             ours = workers[group[0].key]
             ours.ask("peak")
             peaks = [ours.ask("peak")["flops_per_second"]]
-            seconds = {}
-            start, before = time.monotonic(), {k: w.cpu_seconds() for k, w in workers.items()}
+            before = {key: worker.cpu_seconds() for key, worker in workers.items()}
             busy = dict.fromkeys(workers, 0.0)
+            start = time.monotonic()
             for turn in range(self.arguments.rounds):
                 self.say(f"round {turn + 1} of {self.arguments.rounds}")
                 for section in SECTIONS:
-                    racing = [c for c in group if section in c.ops]
+                    racing = [c for c in group if section in c.ops and c.key in workers]
                     # Nobody always follows the same neighbour.
-                    for c in racing[turn % len(racing):] + racing[:turn % len(racing)]:
+                    first = turn % len(racing)
+                    for c in racing[first:] + racing[:first]:
                         time.sleep(self.arguments.pause)
                         called = time.monotonic()
-                        once = workers[c.key].ask("run", op=c.ops[section])["seconds"]
+                        try:
+                            once = workers[c.key].ask("run", op=c.ops[section])["seconds"]
+                        except Failure as e:
+                            give_up(c, e)
+                            continue
                         busy[c.key] += time.monotonic() - called
                         seconds.setdefault((c.key, section), []).append(once)
-            idle = time.monotonic() - start
-            peaks.append(ours.ask("peak")["flops_per_second"])
-            # CPU time beyond threads x its own turns was burnt while it should have slept.
+            elapsed = time.monotonic() - start
+            # CPU time beyond threads x its own turns was burnt while a worker should have slept.
             for key, worker in workers.items():
-                spent = worker.cpu_seconds() - before[key] - busy[key] * self.arguments.threads
-                result["idle_cpu"] = max(result["idle_cpu"], spent / max(idle - busy[key], 1e-9))
+                burnt = worker.cpu_seconds() - before[key] - busy[key] * self.arguments.threads
+                result["idle_cpu"] = max(result["idle_cpu"], burnt / max(elapsed - busy[key], 1e-9))
+            peaks.append(ours.ask("peak")["flops_per_second"])
         finally:
             for worker in workers.values():
                 worker.close()
         result["peaks"] += peaks
         flops = 2.0 * self.shape[0] * self.shape[1] * self.shape[2]
-        for c in group:
+        for c in (c for c in group if c.key in workers):
             for section in c.ops:
                 key = c.key if number == 0 or not c.ours else f"{c.key}#{number}"
                 entry = result["contenders"].setdefault(key, {
