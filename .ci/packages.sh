@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sourced by ./demo, ./test and .ci/run: installs what a machine lacks, and says what.
 
-build_packages=(g++ cmake ninja-build pkg-config libcli11-dev libfmt-dev nlohmann-json3-dev
+build_packages=(g++ cmake ninja-build pkg-config python3 libcli11-dev libfmt-dev nlohmann-json3-dev
   libgtest-dev libgmock-dev librapidcheck-dev)
 demo_packages=(python3 python3-venv ca-certificates)
 arm64_packages=(g++-aarch64-linux-gnu qemu-user googletest)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The library's side of bench/peers.py: holds one case and runs operators on it when told to. One
-// JSON object a line comes in on stdin, one goes out on stdout; the protocol is described in
-// bench/peers.py, and bench/peer_torch.py speaks it for PyTorch. Everything an operator needs is
-// made beforehand, so that only its call is timed.
+// JSON object a line comes in on stdin, one goes out on stdout (bench/peer_comparison.py has the
+// list; bench/peer_torch.py answers for PyTorch). Everything an operator needs is made beforehand,
+// so that only its call is timed.
 #include <fmt/format.h>
 
 #include <chrono>

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's side of peers.py, which starts it: holds one case and runs one contender on it.
 
-One JSON object a line comes in on stdin and one goes out on stdout; peers.py describes them.
-Needs torch only. Besides the contenders it knows the float64 definition ("golden", "judge").
+One JSON object a line comes in on stdin and one goes out on stdout (peer_comparison.py has the
+list). Needs torch only. Besides the contenders it knows the float64 definition ("golden", "judge").
 """
 
 import ctypes
@@ -20,19 +20,28 @@ try:
 except ImportError as e:
     torch, torch_error = None, e
 
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64",
-          "I64": "int64", "I32": "int32", "U8": "uint8"}
+DTYPES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "I64": "int64",
+    "I32": "int32",
+    "U8": "uint8",
+}
 
 
 class Refused(Exception):
     """One sentence for whoever sent the command."""
 
 
-# ---- safetensors: 8 bytes of header length, a JSON object of tensors, their bytes -----------------
+# ---- safetensors: 8 bytes of header length, a JSON object of tensors, their bytes
 
 
 def bytes_of(tensor):
-    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(
+        tensor.data_ptr()
+    )
 
 
 def read_safetensors(path):
@@ -57,8 +66,11 @@ def write_safetensors(path, tensors):
     header, offset = {}, 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
-                        "data_offsets": [offset, offset + size]}
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -68,7 +80,7 @@ def write_safetensors(path, tensors):
             file.write(bytes(bytes_of(tensor.contiguous())))
 
 
-# ---- memory ---------------------------------------------------------------------------------------
+# ---- memory
 
 
 def proc_bytes(key):
@@ -93,7 +105,7 @@ def peak_memory_of(work):
     return max(proc_bytes("VmHWM") - before, 0)
 
 
-# ---- contenders -----------------------------------------------------------------------------------
+# ---- contenders
 
 
 class Contender:
@@ -164,7 +176,7 @@ class LinearCrossEntropy(Contender):
         if options:
             from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
-            wanted = {k: v for k, v in options.items() if k != "chunked"}
+            wanted = dict(options)
             if "acc_dtype" in wanted:
                 wanted["acc_dtype"] = getattr(torch, wanted["acc_dtype"])
             if "batch_chunk_size" in wanted:
@@ -172,8 +184,9 @@ class LinearCrossEntropy(Contender):
             self.chunked = LinearCrossEntropyOptions(**wanted)
 
     def mean_loss(self, input, weight, target):
-        return F.linear_cross_entropy(input, weight, target, options=self.chunked,
-                                      ignore_index=self.case.ignore_index)
+        return F.linear_cross_entropy(
+            input, weight, target, options=self.chunked, ignore_index=self.case.ignore_index
+        )
 
 
 class Cce(Contender):
@@ -188,8 +201,24 @@ class Cce(Contender):
         self.linear_cross_entropy = linear_cross_entropy
 
     def mean_loss(self, input, weight, target):
-        return self.linear_cross_entropy(input, weight, target, impl="torch_compile",
-                                         ignore_index=self.case.ignore_index)
+        return self.linear_cross_entropy(
+            input, weight, target, impl="torch_compile", ignore_index=self.case.ignore_index
+        )
+
+
+class Logitless(Contender):
+    """This library as a PyTorch user calls it."""
+
+    def __init__(self, case, options):
+        super().__init__(case, options)
+        try:
+            from logitless.torch import linear_cross_entropy
+        except ImportError as e:
+            raise Refused(f"the Python package logitless is not installed there: {e}") from e
+        self.linear_cross_entropy = linear_cross_entropy
+
+    def mean_loss(self, input, weight, target):
+        return self.linear_cross_entropy(input, weight, target, ignore_index=self.case.ignore_index)
 
 
 class Bare(Contender):
@@ -216,11 +245,17 @@ class Bare(Contender):
         return self.logits.numel() * self.logits.element_size()
 
 
-CONTENDERS = {"eager": Eager, "compile": Compiled, "linear_cross_entropy": LinearCrossEntropy,
-              "cce": Cce, "bare": Bare}
+CONTENDERS = {
+    "eager": Eager,
+    "compile": Compiled,
+    "linear_cross_entropy": LinearCrossEntropy,
+    "cce": Cce,
+    "logitless": Logitless,
+    "bare": Bare,
+}
 
 
-# ---- the definition, in float64 ---------------------------------------------------------------------
+# ---- the definition, in float64
 
 
 def relative_error(seen, golden):
@@ -229,7 +264,7 @@ def relative_error(seen, golden):
 
 
 class Golden:
-    """Loss, and some rows of both gradients, of the mean loss; logits in blocks of the vocabulary."""
+    """The mean loss and some rows of both its gradients; logits in blocks of the vocabulary."""
 
     BLOCK = 4096
 
@@ -242,7 +277,7 @@ class Golden:
         logsumexp = torch.full((BT,), -math.inf, dtype=torch.float64)
         predicted = (x * w[here].double()).sum(1)
         for begin in range(0, V, self.BLOCK):
-            logits = x @ w[begin:begin + self.BLOCK].double().T
+            logits = x @ w[begin : begin + self.BLOCK].double().T
             logsumexp = torch.logaddexp(logsumexp, torch.logsumexp(logits, 1))
         self.loss = float(((logsumexp - predicted) * grad).sum())
 
@@ -260,10 +295,12 @@ class Golden:
         self.grad_input = torch.zeros(len(self.tokens), x.shape[1], dtype=torch.float64)
         for begin in range(0, V, self.BLOCK):
             rows = torch.arange(begin, min(begin + self.BLOCK, V))
-            self.grad_input += grad_logits(x[self.tokens], rows, here, self.tokens) @ w[rows].double()
+            self.grad_input += (
+                grad_logits(x[self.tokens], rows, here, self.tokens) @ w[rows].double()
+            )
 
 
-# ---- commands -----------------------------------------------------------------------------------------
+# ---- commands
 
 
 class Case:
@@ -285,10 +322,15 @@ class Worker:
         case.ignore_index = int(metadata.get("ignore_index", -100))
         if case.weight.dtype != case.input.dtype:
             raise Refused(f"input is {case.input.dtype} and weight is {case.weight.dtype}")
-        return {"torch": torch.__version__, "threads": torch.get_num_threads(),
-                "BT": case.input.shape[0], "V": case.weight.shape[0], "H": case.input.shape[1],
-                "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-                "mkldnn": torch.backends.mkldnn.is_available()}
+        return {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "BT": case.input.shape[0],
+            "V": case.weight.shape[0],
+            "H": case.input.shape[1],
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "mkldnn": torch.backends.mkldnn.is_available(),
+        }
 
     def prepare(self, request):
         self.contender = None
@@ -314,20 +356,30 @@ class Worker:
 
     def write(self, request):
         grad_input, grad_weight = self.contender.gradients()
-        write_safetensors(request["file"], {"grad_input": grad_input[request["tokens"]],
-                                            "grad_weight": grad_weight[request["rows"]]})
+        write_safetensors(
+            request["file"],
+            {
+                "grad_input": grad_input[request["tokens"]],
+                "grad_weight": grad_weight[request["rows"]],
+            },
+        )
         return {"loss": float(self.contender.loss)}
 
     def golden(self, request):
         self.right = Golden(self.case)
-        return {"loss": self.right.loss, "tokens": self.right.tokens.tolist(),
-                "rows": self.right.rows.tolist()}
+        return {
+            "loss": self.right.loss,
+            "tokens": self.right.tokens.tolist(),
+            "rows": self.right.rows.tolist(),
+        }
 
     def judge(self, request):
         seen, _ = read_safetensors(request["file"])
-        return {"loss": abs(request["loss"] - self.right.loss) / abs(self.right.loss),
-                "grad_input": relative_error(seen["grad_input"], self.right.grad_input),
-                "grad_weight": relative_error(seen["grad_weight"], self.right.grad_weight)}
+        return {
+            "loss": abs(request["loss"] - self.right.loss) / abs(self.right.loss),
+            "grad_input": relative_error(seen["grad_input"], self.right.grad_input),
+            "grad_weight": relative_error(seen["grad_weight"], self.right.grad_weight),
+        }
 
 
 def main():
@@ -348,7 +400,8 @@ def main():
         except Refused as e:
             reply = {"error": str(e)}
         except Exception as e:  # the parent prints it and goes on without this contender
-            reply = {"error": f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"}
+            first = (str(e).strip().splitlines() or ["no reason given"])[0]
+            reply = {"error": f"{type(e).__name__}: {first}"}
         replies.write(json.dumps(reply) + "\n")
 
 

@@ -13,7 +13,7 @@ if sys.argv[1] == "-c":
     print("9.9.9")
     sys.exit(0)
 
-SECONDS = {"eager": 0.25, "compile": 0.125, "bare": 0.0625}
+SECONDS = {"eager": 0.25, "compile": 0.125, "logitless": 0.5, "bare": 0.0625}
 contender, options, calls = "", {}, 0
 
 for line in sys.stdin:
@@ -32,7 +32,7 @@ for line in sys.stdin:
     elif do == "run":
         calls += 1
         if options == {"loss_dtype": "float32"} and contender == "eager" and calls == 2:
-            sys.exit(3)
+            sys.exit(print("this one dies", file=sys.stderr) or 3)
         if contender == "linear_cross_entropy":
             best = options.get("acc_dtype") == "bfloat16" and options.get("batch_chunk_size") == 256
             reply = {"seconds": 0.5 if best else 1.0}

@@ -20,6 +20,9 @@ HERE = Path(__file__).resolve().parent
 BENCH = HERE.parent.parent / "bench"
 BUILD = Path(os.environ["LOGITLESS_BUILD"])
 sys.path.insert(0, str(BENCH))
+import peer_comparison as comparison  # noqa: E402
+import peer_contenders as contenders  # noqa: E402
+import peer_report as report  # noqa: E402
 import peers  # noqa: E402
 
 
@@ -27,79 +30,107 @@ def read_safetensors(path):
     """{name: (dtype, shape, bytes)}"""
     data = Path(path).read_bytes()
     length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:8 + length])
+    header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__", None)
-    return {name: (info["dtype"], info["shape"],
-                   data[8 + length + info["data_offsets"][0]:8 + length + info["data_offsets"][1]])
-            for name, info in header.items()}
+    return {
+        name: (
+            info["dtype"],
+            info["shape"],
+            data[8 + length + info["data_offsets"][0] : 8 + length + info["data_offsets"][1]],
+        )
+        for name, info in header.items()
+    }
 
 
 def bf16_rows(tensor):
     """Rows of floats."""
     dtype, (rows, cols), data = tensor
     assert dtype == "BF16", dtype
-    flat = [struct.unpack("<f", b"\0\0" + data[i:i + 2])[0] for i in range(0, len(data), 2)]
-    return [flat[r * cols:(r + 1) * cols] for r in range(rows)]
+    flat = [struct.unpack("<f", b"\0\0" + data[i : i + 2])[0] for i in range(0, len(data), 2)]
+    return [flat[r * cols : (r + 1) * cols] for r in range(rows)]
 
 
 class Words(unittest.TestCase):
     def test_times_and_bytes_wear_their_unit(self):
-        self.assertEqual(peers.time_text(12.345), "12.35 s")
-        self.assertEqual(peers.time_text(1.2345), "1234 ms")
-        self.assertEqual(peers.time_text(0.0123), "12.3 ms")
-        self.assertEqual(peers.bytes_text(3 << 20), "3 MiB")
-        self.assertEqual(peers.bytes_text(5 << 29), "2.50 GiB")
-        self.assertEqual(peers.bytes_text(None), "")
-        self.assertEqual(peers.error_text(0.00123), "1.2e-03")
-        self.assertEqual(peers.error_text(None), "")
+        self.assertEqual(report.time_text(12.345), "12.3 s")
+        self.assertEqual(report.time_text(1.2345), "1234 ms")
+        self.assertEqual(report.time_text(0.0123), "12.3 ms")
+        self.assertEqual(report.time_text(0.000123), "123 us")
+        self.assertEqual(report.bytes_text(3 << 20), "3 MiB")
+        self.assertEqual(report.bytes_text(5 << 29), "2.50 GiB")
+        self.assertEqual(report.bytes_text(None), "")
+        self.assertEqual(report.error_text(0.00123), "1.2e-03")
+        self.assertEqual(report.error_text(None), "")
 
     def test_spread_is_over_the_median(self):
-        self.assertAlmostEqual(peers.spread([1.0, 2.0, 4.0]), 1.5)
+        self.assertAlmostEqual(report.spread([1.0, 2.0, 4.0]), 1.5)
 
     def test_columns_line_up(self):
-        self.assertEqual(peers.table(["a", "bc"], [["long", 1], ["x", 22]]),
-                         "a     bc\n----  --\nlong   1\nx     22\n")
-        self.assertEqual(peers.markdown_table(["a", "bc"], [["x", 1]]),
-                         "| a | bc |\n|---|---:|\n| x | 1 |\n")
+        self.assertEqual(
+            report.table([["a", "bc"], ["long", "1"], ["x", "22"]]),
+            "a     bc\n----  --\nlong   1\nx     22\n",
+        )
+        self.assertEqual(
+            report.markdown_table([["a", "bc"], ["x", "1"]]), "| a | bc |\n|---|---:|\n| x | 1 |\n"
+        )
 
     def test_shapes_are_three_positive_numbers(self):
         self.assertEqual(peers.parse_shape("1,20,3"), (1, 20, 3))
         for bad in ("1,2", "a,b,c", "1,2,3,4", "0,1,1"):
-            with self.assertRaisesRegex(peers.Failure, "--shape is '" + bad):
+            with self.assertRaisesRegex(comparison.Failure, "--shape is '" + bad):
                 peers.parse_shape(bad)
 
     def test_groups_fit_the_budget_in_order(self):
-        self.assertEqual(peers.groups_of({"a": 3, "b": 4, "c": 5, "d": 1}, 8), [["a", "b"], ["c", "d"]])
-        self.assertEqual(peers.groups_of({"a": 9, "b": 1}, 8), [["a"], ["b"]])
-        self.assertEqual(peers.groups_of({}, 8), [])
+        self.assertEqual(
+            comparison.groups_of({"a": 3, "b": 4, "c": 5, "d": 1}, 8), [["a", "b"], ["c", "d"]]
+        )
+        self.assertEqual(comparison.groups_of({"a": 9, "b": 1}, 8), [["a"], ["b"]])
+        self.assertEqual(comparison.groups_of({}, 8), [])
 
     def test_every_option_of_linear_cross_entropy_is_tried_and_named(self):
-        tried = peers.linear_cross_entropy_tunings()
+        tried = contenders.linear_cross_entropy_tunings()
         self.assertEqual(len({json.dumps(t) for t in tried}), 9)
-        self.assertEqual(peers.options_text(tried[0]), "default options")
-        self.assertEqual(peers.options_text(tried[1]),
-                         "acc_policy=accurate, acc_dtype=bfloat16, batch_chunk_size=128")
+        self.assertEqual(contenders.options_text(tried[0]), "default options")
+        self.assertEqual(
+            contenders.options_text(tried[1]),
+            "acc_policy=accurate, acc_dtype=bfloat16, batch_chunk_size=128",
+        )
 
     def test_contenders_of_several_versions_have_keys_of_their_own(self):
-        one = peers.contenders_of({"python": "1.0"})
-        two = peers.contenders_of({"python": "1.0", "other": "2.0"})
+        one = contenders.contenders_of({"python": "1.0"})
+        two = contenders.contenders_of({"python": "1.0", "other": "2.0"})
         self.assertEqual([c.key for c in one][:2], ["logitless", "eager-bf16"])
         self.assertEqual(len({c.key for c in two}), 2 * len(one) - 1)
         self.assertIn("eager-bf16@2.0", [c.key for c in two])
-        self.assertIn("CCE's torch_compile fallback (holds the logits; its Triton kernel needs a GPU)",
-                      " ".join(c.label for c in one))
+        self.assertIn(
+            "CCE's torch_compile fallback (holds the logits; its Triton kernel needs a GPU)",
+            " ".join(c.label for c in one),
+        )
 
     def test_amx_is_told_with_the_measured_ratio(self):
         step = {"over_ours": 0.8}
-        document = {"about": {"amx_present": True}, "cases": [
-            {"BT": 1, "V": 2, "H": 3, "contenders": {
-                "logitless": {"sections": {"step": {"over_ours": 1.0}}},
-                "eager": {"sections": {"step": step}},
-                "mm": {"sections": {"step": {"over_ours": 0.1}}}}}]}
-        self.assertEqual(peers.amx_text(document), "AMX present, unused; PyTorch's bf16 uses it: "
-                         "fastest of PyTorch / ours 0.80 at 1,2,3")
+        document = {
+            "about": {"amx_present": True},
+            "cases": [
+                {
+                    "BT": 1,
+                    "V": 2,
+                    "H": 3,
+                    "contenders": {
+                        "logitless": {"sections": {"step": {"over_ours": 1.0}}},
+                        "eager": {"sections": {"step": step}},
+                        "mm": {"sections": {"step": {"over_ours": 0.1}}},
+                    },
+                }
+            ],
+        }
+        self.assertEqual(
+            report.amx_text(document),
+            "AMX present, unused; PyTorch's bf16 uses it: time of the fastest of PyTorch over ours "
+            "0.80 at 1,2,3",
+        )
         document["about"]["amx_present"] = False
-        self.assertEqual(peers.amx_text(document), "")
+        self.assertEqual(report.amx_text(document), "")
 
 
 class WorkerProtocol(unittest.TestCase):
@@ -109,17 +140,28 @@ class WorkerProtocol(unittest.TestCase):
     def setUpClass(cls):
         cls.folder = tempfile.TemporaryDirectory()
         cls.case = os.path.join(cls.folder.name, "case.safetensors")
-        subprocess.run([BUILD / "cli" / "logitless", "make", cls.case, "--tokens", str(cls.BT),
-                        "--vocab", str(cls.V), "--hidden", str(cls.H)], check=True,
-                       stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [
+                BUILD / "cli" / "logitless",
+                "make",
+                cls.case,
+                "--tokens",
+                str(cls.BT),
+                "--vocab",
+                str(cls.V),
+                "--hidden",
+                str(cls.H),
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
 
     @classmethod
     def tearDownClass(cls):
         cls.folder.cleanup()
 
     def setUp(self):
-        self.worker = peers.Worker([str(BUILD / "bench" / "peer_logitless")], dict(os.environ),
-                                   sys.stderr)
+        self.worker = comparison.Worker([str(BUILD / "bench" / "peer_logitless")], dict(os.environ))
 
     def tearDown(self):
         self.worker.close()
@@ -128,7 +170,7 @@ class WorkerProtocol(unittest.TestCase):
         return self.worker.ask("load", files=[self.case], threads=2)
 
     def fails(self, message, do, **arguments):
-        with self.assertRaisesRegex(peers.Failure, message):
+        with self.assertRaisesRegex(comparison.Failure, message):
             self.worker.ask(do, **arguments)
 
     def test_the_reply_to_load_describes_case_and_machine(self):
@@ -150,8 +192,12 @@ class WorkerProtocol(unittest.TestCase):
         self.fails("`forward` has not been prepared", "run", op="forward")
         self.worker.ask("prepare", op="step")
         self.worker.ask("run", op="step")
-        self.fails(r"tokens: row 6 is not in \[0, 6\)", "write", file="/nowhere", tokens=[6], rows=[])
-        self.fails(r"rows: row -1 is not in \[0, 40\)", "write", file="/nowhere", tokens=[], rows=[-1])
+        self.fails(
+            r"tokens: row 6 is not in \[0, 6\)", "write", file="/nowhere", tokens=[6], rows=[]
+        )
+        self.fails(
+            r"rows: row -1 is not in \[0, 40\)", "write", file="/nowhere", tokens=[], rows=[-1]
+        )
         self.worker.process.stdin.write("{\n")
         self.fails("bad command", "peak")
 
@@ -196,10 +242,15 @@ class WorkerProtocol(unittest.TestCase):
             self.worker.ask("run", op=op)
             # fp32 statistics; logits up to 30, so a few ulp of them: 30 * 2^-23 * 4.
             self.assertAlmostEqual(
-                self.worker.ask("write", file=file, tokens=tokens, rows=rows)["loss"], loss, delta=2e-5)
+                self.worker.ask("write", file=file, tokens=tokens, rows=rows)["loss"],
+                loss,
+                delta=2e-5,
+            )
             written = read_safetensors(file)
-            for name, golden in (("grad_input", [gi[t] for t in tokens]),
-                                 ("grad_weight", [gw[r] for r in rows])):
+            for name, golden in (
+                ("grad_input", [gi[t] for t in tokens]),
+                ("grad_weight", [gw[r] for r in rows]),
+            ):
                 seen = [x for row in bf16_rows(written[name]) for x in row]
                 right = [x for row in golden for x in row]
                 # Three roundings to bf16 at most on the way (softmax, grad_logits, the output),
@@ -214,7 +265,9 @@ class WholeComparison(unittest.TestCase):
     def setUp(self):
         self.folder = tempfile.TemporaryDirectory()
         self.python = Path(self.folder.name) / "python"
-        self.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -B "{HERE / "fake_torch.py"}" "$@"\n')
+        self.python.write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" -B "{HERE / "fake_torch.py"}" "$@"\n'
+        )
         self.python.chmod(self.python.stat().st_mode | stat.S_IXUSR)
 
     def tearDown(self):
@@ -228,21 +281,47 @@ class WholeComparison(unittest.TestCase):
         return code, out.getvalue(), err.getvalue()
 
     def test_every_contender_is_in_the_table_or_left_out_with_its_reason(self):
-        report = Path(self.folder.name) / "report.json"
+        measured = Path(self.folder.name) / "measured.json"
         tables = Path(self.folder.name) / "tables.md"
-        code, out, err = self.run_peers("--python", str(self.python), "--shape", "8,64,32", "--rounds",
-                                        "3", "--threads", "1", "--json", str(report), "--markdown",
-                                        str(tables))
+        code, out, err = self.run_peers(
+            "--python",
+            str(self.python),
+            "--shape",
+            "8,64,32",
+            "--rounds",
+            "3",
+            "--threads",
+            "1",
+            "--json",
+            str(measured),
+            "--markdown",
+            str(tables),
+        )
         self.assertEqual((code, err), (0, ""))
-        document = json.loads(report.read_text())
+        document = json.loads(measured.read_text())
         self.assertEqual(document["rounds"], 3)
         self.assertEqual(list(document["torch"].values()), ["9.9.9"])
         [case] = document["cases"]
         self.assertEqual((case["BT"], case["V"], case["H"]), (8, 64, 32))
-        self.assertEqual(set(case["contenders"]), {"logitless", "eager-bf16", "compile-bf16",
-                                                   "compile-fp32", "linear_cross_entropy", "mm"})
-        self.assertEqual(case["skipped"]["cce"], "cut_cross_entropy cannot be imported: no such module")
-        self.assertIn("ended with 3 while asked to run", case["skipped"]["eager-fp32"])
+        self.assertEqual(
+            set(case["contenders"]),
+            {
+                "logitless",
+                "eager-bf16",
+                "compile-bf16",
+                "compile-fp32",
+                "linear_cross_entropy",
+                "logitless.torch",
+                "mm",
+            },
+        )
+        self.assertEqual(
+            case["skipped"]["cce"], "cut_cross_entropy cannot be imported: no such module"
+        )
+        self.assertIn(
+            "peer_torch.py ended with 3 when told to run: this one dies",
+            case["skipped"]["eager-fp32"],
+        )
         ours = case["contenders"]["logitless"]["sections"]
         self.assertEqual(set(ours), {"step", "forward", "gradient"})
         eager = case["contenders"]["eager-bf16"]["sections"]["step"]
@@ -252,69 +331,134 @@ class WholeComparison(unittest.TestCase):
         self.assertAlmostEqual(eager["over_ours"], 0.25 / ours["step"]["median_seconds"])
         self.assertAlmostEqual(eager["of_peak"], 6 * 8 * 64 * 32 / 0.25 / max(case["peaks"]))
         best = case["contenders"]["linear_cross_entropy"]
-        self.assertEqual(best["options"], {"acc_policy": "accurate", "acc_dtype": "bfloat16",
-                                           "batch_chunk_size": 256})
+        self.assertEqual(
+            best["options"],
+            {"acc_policy": "accurate", "acc_dtype": "bfloat16", "batch_chunk_size": 256},
+        )
         self.assertEqual(len(best["tuning"]), 9)
         self.assertEqual(best["sections"]["step"]["seconds"], [0.5] * 3)
         for text in (out, tables.read_text()):
-            self.assertIn("linear_cross_entropy, acc_policy=accurate, acc_dtype=bfloat16, "
-                          "batch_chunk_size=256", text)
+            self.assertIn(
+                "linear_cross_entropy, acc_policy=accurate, acc_dtype=bfloat16, "
+                "batch_chunk_size=256",
+                text,
+            )
             self.assertIn("cce left out: cut_cross_entropy cannot be imported", text)
-            self.assertIn("linear_cross_entropy with default options 1000 ms", text)
+            self.assertIn("linear_cross_entropy with default options takes 1000 ms", text)
 
     def test_only_and_a_case_of_ones_own(self):
         case = Path(self.folder.name) / "own.safetensors"
-        subprocess.run([BUILD / "cli" / "logitless", "make", case, "--tokens", "4", "--vocab", "30",
-                        "--hidden", "8"], check=True, stdout=subprocess.DEVNULL)
-        report = Path(self.folder.name) / "report.json"
-        code, _, err = self.run_peers("--python", str(self.python), "--case", str(case), "--only", "mm",
-                                      "--rounds", "1", "--threads", "1", "--json", str(report))
+        subprocess.run(
+            [
+                BUILD / "cli" / "logitless",
+                "make",
+                case,
+                "--tokens",
+                "4",
+                "--vocab",
+                "30",
+                "--hidden",
+                "8",
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        measured = Path(self.folder.name) / "measured.json"
+        code, _, err = self.run_peers(
+            "--python",
+            str(self.python),
+            "--case",
+            str(case),
+            "--only",
+            "mm",
+            "--rounds",
+            "1",
+            "--threads",
+            "1",
+            "--json",
+            str(measured),
+        )
         self.assertEqual((code, err), (0, ""))
-        [result] = json.loads(report.read_text())["cases"]
+        [result] = json.loads(measured.read_text())["cases"]
         self.assertEqual((result["BT"], result["V"], result["H"]), (4, 30, 8))
         self.assertEqual(set(result["contenders"]), {"logitless", "mm"})
 
     def test_what_is_missing_is_named(self):
         for arguments, build, message in (
-                (["--python", str(self.python)], "/nowhere",
-                 "peers.py: /nowhere/bench/peer_logitless is missing: build it with `cmake"),
-                (["--python", "/nowhere/python"], BUILD, "peers.py: cannot start /nowhere/python"),
-                (["--python", "false"], BUILD, "peers.py: false cannot import torch"),
-                (["--python", str(self.python), "--shape", "1,2"], BUILD, "peers.py: --shape is '1,2'"),
-                (["--python", str(self.python), "--threads", "0"], BUILD,
-                 "peers.py: --threads is 0, must be at least 1"),
-                (["--python", str(self.python), "--only", "jax"], BUILD,
-                 "peers.py: --only is 'jax', must be the beginning of one of: eager-bf16"),
-                (["--python", str(self.python), "--case", "/nowhere.safetensors"], BUILD, "nowhere")):
+            (
+                ["--python", str(self.python)],
+                "/nowhere",
+                "peers.py: /nowhere/bench/peer_logitless is missing: build it with `cmake",
+            ),
+            (["--python", "/nowhere/python"], BUILD, "peers.py: cannot start /nowhere/python"),
+            (["--python", "false"], BUILD, "peers.py: false cannot import torch"),
+            (["--python", str(self.python), "--shape", "1,2"], BUILD, "peers.py: --shape is '1,2'"),
+            (
+                ["--python", str(self.python), "--threads", "0"],
+                BUILD,
+                "peers.py: --threads is 0, must be at least 1",
+            ),
+            (
+                ["--python", str(self.python), "--only", "jax"],
+                BUILD,
+                "peers.py: --only is 'jax', must be the beginning of one of: eager-bf16",
+            ),
+            (["--python", str(self.python), "--case", "/nowhere.safetensors"], BUILD, "nowhere"),
+        ):
             code, out, err = self.run_peers(*arguments, build=build)
             self.assertEqual((code, out), (2, ""))
             self.assertIn(message, err)
 
     def test_what_does_not_fit_into_memory_is_left_out(self):
-        run = ["--python", str(self.python), "--shape", "8,64,32", "--rounds", "1", "--threads", "1"]
-        with unittest.mock.patch.object(peers, "memory_available", return_value=peers.GIB // 4):
+        run = [
+            "--python",
+            str(self.python),
+            "--shape",
+            "8,64,32",
+            "--rounds",
+            "1",
+            "--threads",
+            "1",
+        ]
+        with unittest.mock.patch.object(
+            comparison, "memory_available", return_value=report.GIB // 4
+        ):
             code, out, err = self.run_peers(*run)
         self.assertEqual((code, out), (2, ""))
-        self.assertIn("8,64,32: Logitless needs about 512 MiB of memory, 256 MiB are available", err)
+        self.assertIn(
+            "8,64,32: Logitless: needs about 512 MiB of memory, 256 MiB are available", err
+        )
         # Room for ours, and for no peer beside it.
-        with unittest.mock.patch.object(peers, "memory_available",
-                                        return_value=int(1.5 * peers.GIB)):
+        with unittest.mock.patch.object(
+            comparison, "memory_available", return_value=int(1.5 * report.GIB)
+        ):
             code, out, err = self.run_peers(*run)
         self.assertEqual((code, err), (0, ""))
         self.assertIn("mm left out: needs", out)
         self.assertNotIn("bare products", out)
         # Room for one at a time: each in a group of its own, ours in every one.
-        report = Path(self.folder.name) / "report.json"
-        with unittest.mock.patch.object(peers, "memory_available",
-                                        return_value=int(1.9 * peers.GIB)):
-            code, out, err = self.run_peers(*run, "--json", str(report))
+        measured = Path(self.folder.name) / "measured.json"
+        with unittest.mock.patch.object(
+            comparison, "memory_available", return_value=int(1.9 * report.GIB)
+        ):
+            code, out, err = self.run_peers(*run, "--json", str(measured))
         self.assertEqual((code, err), (0, ""))
-        [case] = json.loads(report.read_text())["cases"]
-        self.assertEqual(case["groups"], [["eager-bf16"], ["eager-fp32"], ["compile-bf16"],
-                                          ["compile-fp32"], ["linear_cross_entropy"], ["mm"]])
-        self.assertIn("logitless#5", case["contenders"])
-        self.assertEqual(out.count("Logitless  "), 3)  # of the first group, once a table
-        self.assertIn("6 groups", out)
+        [case] = json.loads(measured.read_text())["cases"]
+        self.assertEqual(
+            case["groups"],
+            [
+                ["eager-bf16"],
+                ["eager-fp32"],
+                ["compile-bf16"],
+                ["compile-fp32"],
+                ["linear_cross_entropy"],
+                ["logitless.torch"],
+                ["mm"],
+            ],
+        )
+        self.assertIn("logitless#6", case["contenders"])
+        self.assertEqual(out.count("\nLogitless  "), 3)  # of the first group, once a table
+        self.assertIn("7 groups", out)
 
 
 if __name__ == "__main__":
