@@ -7,7 +7,7 @@ A worker reads one JSON object a line from stdin and answers each with one on st
   {"do": "load", "files": [...], "threads": 2, "workspace_limit": 0}   a case; what it is
   {"do": "prepare", "op": ...}                            ours: an operator, made ready
   {"do": "prepare", "contender": ..., "options": {...}}   PyTorch's: all its ops
-  {"do": "memory", "op": ...}     one call: the rise of resident memory over operands and outputs
+  {"do": "memory", "op": ...}     one call: the peak of resident memory over the operands
   {"do": "run", "op": ...}        one call: its seconds
   {"do": "write", "file": ..., "tokens": [...], "rows": [...]}   the last call's mean loss in the
                                   reply, those rows of grad_input and grad_weight in a file
@@ -16,6 +16,7 @@ A worker reads one JSON object a line from stdin and answers each with one on st
   {"do": "judge", "file": ..., "loss": ...}               PyTorch's: errors of what was written
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -81,13 +82,15 @@ class Worker:
         return f"{self.name} {how} when told to {do}" + "".join(f": {line}" for line in last)
 
     def cpu_seconds(self):
-        """Of all its threads so far."""
-        try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:  # it has ended
-            return 0.0
-        fields = stat.rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """(used, wanted in vain) by its threads so far; zeros where the system does not tell."""
+        used = wanted = 0
+        for task in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat"):
+            try:
+                fields = task.read_text().split()
+                used, wanted = used + int(fields[0]), wanted + int(fields[1])
+            except (OSError, IndexError):  # the thread has ended
+                pass
+        return used * 1e-9, wanted * 1e-9
 
     def close(self):
         try:
@@ -143,6 +146,40 @@ class Probe:
         return max((bytes or 0 for bytes in self.memory.values()), default=0)
 
 
+class CpuClock:
+    """Who used a CPU while one of the workers was timed: it, or others that should have slept."""
+
+    def __init__(self, workers):
+        self.workers = workers
+        self.last = 0.0  # CPU seconds of the last turn's worker
+        self.called = self.starved = 0.0
+        self.waited, self.burnt = {}, {}
+
+    @contextlib.contextmanager
+    def turn_of(self, key):
+        before = {k: worker.cpu_seconds() for k, worker in self.workers.items()}
+        start = time.monotonic()
+        yield
+        elapsed = time.monotonic() - start
+        for k, (used, wanted) in before.items():
+            used_now, wanted_now = self.workers[k].cpu_seconds()
+            if k == key:
+                self.last = used_now - used
+                self.called += elapsed
+                self.starved += wanted_now - wanted
+            else:
+                self.waited[k] = self.waited.get(k, 0.0) + elapsed
+                self.burnt[k] = self.burnt.get(k, 0.0) + used_now - used
+
+    def starved_share(self, threads):
+        """Of the time of all calls: threads wanted a CPU that something else had."""
+        return self.starved / (self.called * threads) if self.called else 0.0
+
+    def idle_share(self):
+        """(share of a CPU, key) of the worker that used most while others were timed."""
+        return max(((self.burnt[k] / self.waited[k], k) for k in self.burnt), default=(0.0, ""))
+
+
 class Comparison:
     """All contenders on one case. `say` takes one line of progress."""
 
@@ -158,7 +195,7 @@ class Comparison:
         self.shape = BT, V, H = about["BT"], about["V"], about["H"]
         if about["dtype"] != "bf16":
             raise Failure(f"{self.files[0]} is {about['dtype']}, must be bf16")
-        self.held = 2 * 2 * (BT + V) * H  # operands and outputs
+        self.held = 2 * (BT + V) * H  # operands; gradients are as large
         self.result = {"BT": BT, "V": V, "H": H, "about": about, "golden": None, "contenders": {}}
         self.refuse_what_cannot_fit()
         probes = self.probe_all()
@@ -196,14 +233,14 @@ class Comparison:
 
     def refuse_what_cannot_fit(self):
         for c in (self.ours, *self.peers):
-            need = self.held + c.logit_bytes * self.shape[0] * self.shape[1] + GIB // 2
+            need = 2 * self.held + c.logit_bytes * self.shape[0] * self.shape[1] + GIB // 2
             have = memory_available()
             if need > have:
                 self.give_up(c, f"needs about {bytes_text(need)} of memory, {bytes_text(have)} are "
                                 "available")  # fmt: skip
 
     def give_up(self, contender, why):
-        if contender.ours:
+        if contender.key == self.ours.key:
             raise Failure(f"{','.join(map(str, self.shape))}: Logitless: {why}")
         self.skipped[contender.key] = str(why)
 
@@ -212,9 +249,10 @@ class Comparison:
     def probe_all(self):
         """{key: Probe} of those that run, ours first."""
         probes = {}
-        if not self.peers:
-            return {self.ours.key: self.probe(self.ours, None, {})}
-        with self.start(self.peers[0]) as golden:
+        theirs = [c for c in self.peers if not c.ours]
+        if not theirs:
+            return {c.key: self.probe(c, None, {}) for c in (self.ours, *self.peers)}
+        with self.start(theirs[0]) as golden:
             self.load(golden)
             self.say("the definition in float64")
             sample = golden.ask("golden")
@@ -284,7 +322,7 @@ class Comparison:
         sizes = {}
         for key, probe in probes.items():
             size = int(self.held + 1.25 * probe.most_memory() + GIB // 2)
-            if probe.contender.ours:
+            if key == self.ours.key:
                 continue
             if size > budget:
                 self.give_up(
@@ -295,7 +333,8 @@ class Comparison:
             else:
                 sizes[key] = size
         groups = groups_of(sizes, budget) or [[]]
-        self.result.update(groups=groups, peaks=[], idle_cpu={"share": 0.0, "of": ""})
+        self.result.update(groups=groups, peaks=[])
+        self.result["noise"] = {"starved": 0.0, "idle": 0.0, "idle_of": ""}
         for number, group in enumerate(groups):
             members = [probes[key] for key in (self.ours.key, *group)]
             self.race_group(members, number)
@@ -317,7 +356,7 @@ class Comparison:
                 except Failure as e:
                     drop(c, e)
             peaks = [workers[self.ours.key].ask("peak")["flops_per_second"] for _ in range(2)]
-            burnt, waited = dict.fromkeys(workers, 0.0), dict.fromkeys(workers, 0.0)
+            clock = CpuClock(workers)
             for turn in range(self.arguments.rounds):
                 self.say(f"round {turn + 1} of {self.arguments.rounds}")
                 for section in SECTIONS:
@@ -326,20 +365,17 @@ class Comparison:
                     first = turn % len(racing)  # nobody always follows the same neighbour
                     for c in racing[first:] + racing[:first]:
                         time.sleep(self.arguments.pause)
-                        others = {k: w.cpu_seconds() for k, w in workers.items() if k != c.key}
-                        start = time.monotonic()
                         try:
-                            reply = workers[c.key].ask("run", op=c.ops[section])
+                            with clock.turn_of(c.key):
+                                reply = workers[c.key].ask("run", op=c.ops[section])
                         except Failure as e:
                             drop(c, e)
                             continue
-                        elapsed = time.monotonic() - start
-                        for key, cpu_before in others.items():
-                            burnt[key] += workers[key].cpu_seconds() - cpu_before
-                            waited[key] += elapsed
-                        seconds.setdefault((c.key, section), []).append(reply["seconds"])
+                        timed = seconds.setdefault((c.key, section), ([], []))
+                        timed[0].append(reply["seconds"])
+                        timed[1].append(clock.last)
             peaks.append(workers[self.ours.key].ask("peak")["flops_per_second"])
-            self.note_idle_cpu(burnt, waited)
+            self.note_noise(clock)
         finally:
             for worker in workers.values():
                 worker.close()
@@ -357,18 +393,19 @@ class Comparison:
             for _ in range(2):
                 worker.ask("run", op=op)
 
-    def note_idle_cpu(self, burnt, waited):
-        """The largest share of a CPU that a worker used while another was timed."""
-        for key, cpu in burnt.items():
-            share = cpu / max(waited[key], 1e-9)
-            if share > self.result["idle_cpu"]["share"]:
-                self.result["idle_cpu"] = {"share": share, "of": key}
+    def note_noise(self, clock):
+        """The worst of all groups."""
+        noise = self.result["noise"]
+        noise["starved"] = max(noise["starved"], clock.starved_share(self.arguments.threads))
+        share, key = clock.idle_share()
+        if share > noise["idle"]:
+            noise.update(idle=share, idle_of=key)
 
     def enter(self, probe, number, seconds, peak):
         """Into the result."""
         BT, V, H = self.shape
         c = probe.contender
-        again = c.ours and number > 0
+        again = c.key == self.ours.key and number > 0
         entry = {
             "label": c.label,
             "group": number,
@@ -379,14 +416,15 @@ class Comparison:
             "sections": {},
         }
         for section in c.ops:
-            times = seconds[(c.key, section)]
+            times, cpu_times = seconds[(c.key, section)]
             median = statistics.median(times)
             entry["sections"][section] = {
                 "seconds": times,
+                "cpu_seconds": cpu_times,  # of all threads, and of reading the command
                 "median_seconds": median,
                 "spread": spread(times),
                 "of_peak": PRODUCTS[section] * 2.0 * BT * V * H / median / peak,
-                "over_ours": median / statistics.median(seconds[(self.ours.key, section)]),
+                "over_ours": median / statistics.median(seconds[(self.ours.key, section)][0]),
                 "memory_bytes": probe.memory[section],
                 "errors": probe.errors.get(section),
                 "prepared": probe.prepared[section],

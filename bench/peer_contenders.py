@@ -53,8 +53,13 @@ def options_text(options):
 
 
 def contenders_of(pythons):
-    """Ours, then everything that each Python offers; pythons: {path: version of its torch}."""
-    found = [Contender("logitless", "Logitless", {section: section for section in SECTIONS})]
+    """Ours, to the first of which times are related, then what each Python offers.
+
+    pythons: {path: version of its torch}."""
+    found = [
+        Contender("logitless", "Logitless", {section: section for section in SECTIONS}),
+        Contender("logitless-recompute", "Logitless, recomputing", {"step": "step-recompute"}),
+    ]
     both = {"step": "step", "forward": "forward"}
     bf16, fp32 = {"loss_dtype": "bfloat16"}, {"loss_dtype": "float32"}
     for python, version in pythons.items():

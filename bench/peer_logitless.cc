@@ -37,6 +37,7 @@ using nlohmann::json;
 struct Prepared {
   std::function<void(std::span<std::byte>)> call;
   int64_t workspace_bytes = 0;
+  int64_t gradient_bytes = 0;  // of the gradients that it writes
   std::string describe;
 };
 
@@ -81,7 +82,8 @@ class Loaded {
   }
 
   Prepared prepare(const std::string& op) {
-    if (op == "step") return step();
+    if (op == "step") return step(Strategy::automatic);
+    if (op == "step-recompute") return step(Strategy::recompute);
     if (op == "forward") return forward();
     if (op == "gradient") {
       const Prepared first = forward();
@@ -89,18 +91,20 @@ class Loaded {
       first.call(workspace.span());
       return gradient();
     }
-    fail(fmt::format("op is `{}`, must be step, forward or gradient", cli::printable(op)));
+    fail(fmt::format("op is `{}`, must be step, step-recompute, forward or gradient",
+                     cli::printable(op)));
   }
 
  private:
   // Loss and both gradients, one call.
-  Prepared step() {
+  Prepared step(Strategy strategy) {
     LossAndGradientTypes types;
     types.operand = case_.dtype();
     types.target = case_.target.dtype();
     types.grad_input = GradientOutput{.dtype = case_.dtype(), .accumulate = false};
     types.grad_weight = GradientOutput{.dtype = case_.dtype(), .accumulate = false};
-    const LossAndGradientPlan plan = take(plan_loss_and_gradient(case_.shape(), types, options_));
+    const LossAndGradientPlan plan =
+        take(plan_loss_and_gradient(case_.shape(), types, options_, strategy));
     LossAndGradientOperands operands;
     operands.input = case_.input.matrix();
     operands.weight = case_.weight.matrix();
@@ -115,6 +119,7 @@ class Loaded {
                   take(run(plan, operands, outputs, workspace));
                 },
             .workspace_bytes = plan.workspace_bytes(),
+            .gradient_bytes = grad_input_.bytes() + grad_weight_.bytes(),
             .describe = plan.describe()};
   }
 
@@ -150,6 +155,7 @@ class Loaded {
                   take(run(loss_plan, loss_operands, loss_outputs));
                 },
             .workspace_bytes = plan.workspace_bytes(),
+            .gradient_bytes = 0,
             .describe = plan.describe()};
   }
 
@@ -177,6 +183,7 @@ class Loaded {
                   take(run(plan, operands, outputs, workspace));
                 },
             .workspace_bytes = plan.workspace_bytes(),
+            .gradient_bytes = grad_input_.bytes() + grad_weight_.bytes(),
             .describe = plan.describe()};
   }
 
@@ -276,12 +283,13 @@ class Worker {
     return reply;
   }
 
-  // One call with fresh pages: how far the resident memory rises above operands and outputs.
+  // One call with fresh pages: how far the resident memory rises, and the gradients, whose pages
+  // have been touched before.
   json memory(const json& request) {
     const Prepared& op = prepared(request);
     workspace_ = cli::Buffer();
     const std::optional<int64_t> bytes = cli::peak_memory_of([&] { call(op); });
-    return {{"memory_bytes", bytes ? json(*bytes) : json()}};
+    return {{"memory_bytes", bytes ? json(*bytes + op.gradient_bytes) : json()}};
   }
 
   json run_op(const json& request) {

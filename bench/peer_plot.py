@@ -8,116 +8,128 @@ python bench/peer_plot.py measured.json plot.svg
 import json
 import sys
 
+import peer_report as report
+
 try:
     import matplotlib
 except ImportError as e:
     sys.exit(f"{sys.executable} cannot import matplotlib ({e}); install bench/requirements.txt")
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
-import peer_report as report  # noqa: E402
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; ours is the dark one.
-STYLES = [
-    ("logitless", "Logitless", "#0b3c5d"),
-    ("eager-bf16", "eager, bf16 loss", "#56b4e9"),
-    ("eager-fp32", "eager, fp32 loss", "#9bd0f0"),
-    ("compile-bf16", "torch.compile, bf16 loss", "#e69f00"),
-    ("compile-fp32", "torch.compile, fp32 loss", "#f3cf80"),
-    ("linear_cross_entropy", "linear_cross_entropy, best options", "#009e73"),
-    ("cce", "CCE's torch_compile fallback", "#cc79a7"),
-]
+# By key: name and colour. Okabe and Ito's colours, which colour-blind readers tell apart.
+STYLES = {
+    "logitless": ("Logitless", "#0b3c5d"),
+    "logitless-recompute": ("Logitless, recomputing", "#0b3c5d"),
+    "logitless.torch": ("logitless.torch", "#3d6f94"),
+    "linear_cross_entropy": ("linear_cross_entropy, best options", "#009e73"),
+    "compile-bf16": ("torch.compile, bf16 loss", "#e69f00"),
+    "compile-fp32": ("torch.compile, fp32 loss", "#e69f00"),
+    "cce": ("CCE's torch_compile fallback*", "#cc79a7"),
+    "eager-bf16": ("eager, bf16 loss", "#56b4e9"),
+    "eager-fp32": ("eager, fp32 loss", "#56b4e9"),
+}
+GREY = "#444444"
 
 
-def bars_of(document):
-    """[(label, colour, [time over ours or None by shape], [scratch bytes or None by shape])]."""
+def rows_of(document):
+    """[(name, colour, [the step as measured, or None, by case])], ours first."""
     versions = list(dict.fromkeys(document["torch"].values()))
-    bars = []
-    for key, label, colour in STYLES:
-        for version in versions[:1] if key == "logitless" else versions:
-            full = key if key == "logitless" or len(versions) == 1 else f"{key}@{version}"
-            shown = label if key == "logitless" or len(versions) == 1 else f"{label} ({version})"
+    rows = []
+    for key, (name, colour) in STYLES.items():
+        several = len(versions) > 1 and key != "logitless"
+        for version in versions if several else versions[:1]:
             steps = [
-                case["contenders"].get(full, {}).get("sections", {}).get("step")
+                case["contenders"].get(f"{key}@{version}" if several else key, {"sections": {}})
                 for case in document["cases"]
             ]
+            steps = [entry["sections"].get("step") for entry in steps]
             if any(steps):
-                bars.append(
-                    (
-                        shown,
-                        colour,
-                        [s and s["over_ours"] for s in steps],
-                        [s and s["memory_bytes"] for s in steps],
-                    )
-                )
-    return bars
+                rows.append((f"{name} ({version})" if several else name, colour, steps))
+    return rows
+
+
+def bars(axes, rows, case, value_of, text_of):
+    """One line per contender; what stands beside the bar is its value, or that there is none."""
+    for line, (_, colour, steps) in enumerate(rows):
+        value = steps[case] and value_of(steps[case])
+        if value is None:
+            axes.text(0.02, line, "left out", va="center", fontsize=7, color=GREY,
+                      transform=axes.get_yaxis_transform())  # fmt: skip
+            continue
+        axes.barh(line, value, 0.74, color=colour)
+        axes.annotate(text_of(steps[case]), (value, line), (2, 0), textcoords="offset points",
+                      va="center", fontsize=7)  # fmt: skip
+
+
+def time_text(step):
+    over = step["over_ours"]
+    return f"{over:.2f} x" if over != 1 else report.time_text(step["median_seconds"])
+
+
+def caption_of(document):
+    lines = [
+        report.machine_text(document),
+        "Vertical lines: the time of Logitless; the gradients themselves.",
+    ]
+    if document["about"]["amx_present"]:
+        lines.append(report.amx_text(document))
+    if any("cce" in key for case in document["cases"] for key in case["contenders"]):
+        lines.append("* holds the logits; its Triton kernel needs a GPU")
+    return "\n".join(lines)
 
 
 def draw(document, path):
     plt.rcParams.update(
         {
-            "svg.fonttype": "none",
-            "font.size": 9,
-            "svg.hashsalt": "logitless",
+            "svg.fonttype": "none",  # text stays text
+            "svg.hashsalt": "logitless",  # the same file from the same numbers
+            "font.size": 8,
             "font.family": "sans-serif",
             "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
         }
     )
-    cases, bars = document["cases"], bars_of(document)
-    # An opaque ground of its own: legible whatever the page behind it is.
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(9.2, 6.4), sharex=True, facecolor="white")
-    width = 0.84 / len(bars)
-    for i, (label, colour, times, memory) in enumerate(bars):
-        at = [j + (i - (len(bars) - 1) / 2) * width for j in range(len(cases))]
-        upper.bar(at, [t or 0 for t in times], width * 0.92, color=colour, label=label)
-        lower.bar(at, [(m or 0) / (1 << 20) for m in memory], width * 0.92, color=colour)
-        for x, t, m in zip(at, times, memory):
-            if t is None:
-                upper.text(
-                    x, 0.02, "does not fit", rotation=90, ha="center", va="bottom", fontsize=6
-                )
-            else:
-                upper.text(x, t + 0.02, f"{t:.2f}", ha="center", va="bottom", fontsize=6.5)
-            if m is not None:
-                lower.text(
-                    x,
-                    max(m / (1 << 20), 1) * 1.08,
-                    report.bytes_text(m).replace(" ", "\n"),
-                    ha="center",
-                    va="bottom",
-                    fontsize=5.5,
-                    linespacing=0.9,
-                )
-    upper.axhline(1, color="#0b3c5d", linewidth=0.8)
-    upper.set_ylabel("time / ours")
-    upper.set_title(
-        "Loss and both gradients of a language model's head, bf16, on a CPU: less is better",
-        fontsize=10.5,
-        loc="left",
+    cases, rows = document["cases"], rows_of(document)
+    # On an opaque ground of its own: legible whatever the page behind it is.
+    figure, grid = plt.subplots(
+        2,
+        len(cases),
+        figsize=(2.6 + 1.75 * len(cases), 1.5 + 0.36 * len(rows)),
+        sharex="row",
+        sharey=True,
+        squeeze=False,
+        facecolor="white",
+        layout="constrained",
     )
-    lower.set_yscale("log")
-    lower.set_ylim(top=lower.get_ylim()[1] * 3)
-    lower.set_ylabel("scratch memory, MiB")
-    names = []
-    for case in cases:
-        ours = case["contenders"]["logitless"]["sections"]["step"]["median_seconds"]
-        names.append(
-            f"{case['BT']} tokens\nV = {case['V']:,}, H = {case['H']:,}\n"
-            f"{case['BT'] / ours:,.0f} tokens/s (ours)"
-        )
-    lower.set_xticks(range(len(cases)), names)
-    for axes in (upper, lower):
+    slowest = max(s["over_ours"] for _, _, steps in rows for s in steps if s)
+    most = max(s["memory_bytes"] or 0 for _, _, steps in rows for s in steps if s)
+    for column, case in enumerate(cases):
+        time, memory = grid[0][column], grid[1][column]
+        bars(time, rows, column, lambda s: s["over_ours"], time_text)
+        bars(memory, rows, column,
+             lambda s: s["memory_bytes"] and s["memory_bytes"] / report.MIB,
+             lambda s: report.bytes_text(s["memory_bytes"]))  # fmt: skip
+        time.axvline(1, color="#0b3c5d", linewidth=0.8)
+        time.set_title(f"{case['BT']:,} tokens\nV = {case['V']:,}, H = {case['H']:,}", fontsize=8)
+        time.set_xlim(0, slowest * 1.3)
+        memory.axvline(report.gradient_bytes(case) / report.MIB, color="black", linewidth=0.8)
+        memory.set_xscale("log")
+        memory.set_xlim(10, most / report.MIB * 12)
+        time.set_xlabel("time / ours", fontsize=7)
+        memory.set_xlabel("memory over the operands, MiB", fontsize=7)
+    grid[0][0].set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    grid[0][0].invert_yaxis()
+    for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelsize=7)
+        axes.tick_params(axis="y", length=0)
         axes.set_axisbelow(True)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    upper.margins(y=0.12)
-    figure.legend(
-        loc="upper left", bbox_to_anchor=(0.06, 0.935), ncols=4, fontsize=7.5, frameon=False
+        axes.grid(axis="x", color="#e4e4e4", linewidth=0.6)
+    figure.suptitle(
+        "Loss and both gradients of a language model's head on a CPU, bf16: shorter is better",
+        fontsize=10,
     )
-    caption = report.machine_text(document)
-    if document["about"]["amx_present"]:
-        caption += "\n" + report.amx_text(document)
-    figure.text(0.01, 0.01, caption, fontsize=6.5, color="#444444")
-    figure.tight_layout(rect=(0, 0.03, 1, 0.9))
+    figure.supxlabel(caption_of(document), fontsize=7, color=GREY, x=0.01, ha="left")
     figure.savefig(path, format="svg", metadata={"Date": None})
 
 

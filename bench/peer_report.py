@@ -36,6 +36,11 @@ def shape_text(case):
     return f"{case['BT']},{case['V']},{case['H']}"
 
 
+def gradient_bytes(case):
+    """Both, in bf16."""
+    return 2 * (case["BT"] + case["V"]) * case["H"]
+
+
 def table(rows):
     """Columns as wide as they must be, the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -125,7 +130,8 @@ def notes_of(document):
         "of peak: the products of the result (3 for loss and both gradients, 1 for the forward) "
         "over the register-only peak of the instruction that Logitless multiplies with, measured "
         "before and after",
-        "memory: rise of resident memory over operands and outputs in one call, fresh process",
+        "memory: peak of resident memory in one call of a fresh process, over the operands; "
+        "gradients are part of it",
         "errors: relative, in the Frobenius norm, against float64 from the same operands, over a "
         "sample of tokens and vocabulary rows",
     ]
@@ -134,11 +140,16 @@ def notes_of(document):
     for case in document["cases"]:
         shape = shape_text(case)
         notes += [f"{shape}: {key} left out: {why}" for key, why in case["skipped"].items()]
-        idle = case["idle_cpu"]
-        if idle["share"] > 0.02:
+        noise = case["noise"]
+        if noise["idle"] > 0.02:
             notes.append(
-                f"{shape}: {idle['of']} used {100 * idle['share']:.0f} % of a CPU while it waited "
-                "for its turn: the times of the others are too long"
+                f"{shape}: {noise['idle_of']} used {100 * noise['idle']:.0f} % of a CPU while it "
+                "waited for its turn: the times of the others are too long"
+            )
+        if noise["starved"] > 0.02:
+            notes.append(
+                f"{shape}: the machine was not quiet: threads wanted a CPU that something else had "
+                f"for {100 * noise['starved']:.0f} % of the time of the calls"
             )
         if len(case["groups"]) > 1:
             notes.append(
@@ -164,7 +175,7 @@ def text_of(document, markdown=False):
         low, high = min(case["peaks"]) * 1e-9, max(case["peaks"]) * 1e-9
         out += [
             f"{heading}BT, V, H = {case['BT']}, {case['V']}, {case['H']}; "
-            f"peak {low:.0f} to {high:.0f} GFLOP/s",
+            f"gradients {bytes_text(gradient_bytes(case))}; peak {low:.0f} to {high:.0f} GFLOP/s",
             "",
         ]
         out += [make(rows) for rows in (section_rows(case, s) for s in SECTIONS) if rows]

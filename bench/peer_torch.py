@@ -135,14 +135,8 @@ class Contender:
     def drop(self):
         self.input.grad = self.weight.grad = self.loss = None
 
-    def own_outputs(self, op):
-        """Bytes of gradients that a call allocates itself: outputs, not scratch."""
-        if op != "step":
-            return 0
-        return sum(t.numel() * t.element_size() for t in (self.case.input, self.case.weight))
-
-    def holds(self):
-        """Bytes of scratch that were there before the call."""
+    def holds(self, op):
+        """Bytes beside the operands that were there before the call."""
         return 0
 
     def gradients(self):
@@ -238,11 +232,11 @@ class Bare(Contender):
         torch.mm(self.logits, self.case.weight, out=self.grad_input)
         torch.mm(self.logits.T, self.case.input, out=self.grad_weight)
 
-    def own_outputs(self, op):
-        return 0
-
-    def holds(self):
-        return self.logits.numel() * self.logits.element_size()
+    def holds(self, op):
+        held = [self.logits]
+        if op == "products":
+            held += [self.grad_input, self.grad_weight]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 CONTENDERS = {
@@ -345,7 +339,7 @@ class Worker:
         contender.drop()
         rise = peak_memory_of(lambda: contender.call(op))
         if rise is not None:
-            rise = max(rise - contender.own_outputs(op), 0) + contender.holds()
+            rise += contender.holds(op)
         return {"memory_bytes": rise}
 
     def run(self, request):

@@ -163,7 +163,8 @@ def wanted_of(contenders, only):
         if not any(c.key.startswith(beginning) for c in contenders[1:]):
             keys = ", ".join(c.key for c in contenders[1:])
             raise Failure(f"--only is {beginning!r}, must be the beginning of one of: {keys}")
-    return [c for c in contenders if c.ours or not only or c.key.startswith(tuple(only))]
+    first, *others = contenders
+    return [first] + [c for c in others if not only or c.key.startswith(tuple(only))]
 
 
 def cases_of(arguments, folder):

@@ -99,13 +99,39 @@ class Words(unittest.TestCase):
     def test_contenders_of_several_versions_have_keys_of_their_own(self):
         one = contenders.contenders_of({"python": "1.0"})
         two = contenders.contenders_of({"python": "1.0", "other": "2.0"})
-        self.assertEqual([c.key for c in one][:2], ["logitless", "eager-bf16"])
-        self.assertEqual(len({c.key for c in two}), 2 * len(one) - 1)
+        self.assertEqual(
+            [c.key for c in one][:3], ["logitless", "logitless-recompute", "eager-bf16"]
+        )
+        self.assertEqual(len({c.key for c in two}), 2 * len(one) - 2)
         self.assertIn("eager-bf16@2.0", [c.key for c in two])
         self.assertIn(
             "CCE's torch_compile fallback (holds the logits; its Triton kernel needs a GPU)",
             " ".join(c.label for c in one),
         )
+
+    def test_noise_is_told(self):
+        class Fake:
+            def __init__(self, per_call):
+                self.per_call, self.calls = per_call, 0
+
+            def cpu_seconds(self):
+                self.calls += 1
+                return tuple(self.calls * x for x in self.per_call)
+
+        clock = comparison.CpuClock({"timed": Fake((2.0, 0.5)), "spins": Fake((1.0, 0.0))})
+        with unittest.mock.patch.object(comparison.time, "monotonic", side_effect=[10.0, 12.0]):
+            with clock.turn_of("timed"):
+                pass
+        self.assertEqual(clock.last, 2.0)
+        self.assertEqual(clock.starved_share(threads=2), 0.125)
+        self.assertEqual(clock.idle_share(), (0.5, "spins"))
+        case = {"BT": 1, "V": 2, "H": 3, "skipped": {}, "groups": [[]], "contenders": {}}
+        case["noise"] = {"starved": 0.125, "idle": 0.5, "idle_of": "spins"}
+        document = {"about": {"amx_present": False}, "cases": [case]}
+        notes = " ".join(report.notes_of(document))
+        self.assertIn("1,2,3: spins used 50 % of a CPU while it waited for its turn", notes)
+        self.assertIn("the machine was not quiet: threads wanted a CPU that something else had for "
+                      "12 % of the time", notes)  # fmt: skip
 
     def test_amx_is_told_with_the_measured_ratio(self):
         step = {"over_ours": 0.8}
@@ -188,7 +214,9 @@ class WorkerProtocol(unittest.TestCase):
         self.fails("bad command", "load")
         self.fails("nowhere", "load", files=["/nowhere.safetensors"])
         self.load()
-        self.fails("op is `jump`, must be step, forward or gradient", "prepare", op="jump")
+        self.fails(
+            "op is `jump`, must be step, step-recompute, forward or gradient", "prepare", op="jump"
+        )
         self.fails("`forward` has not been prepared", "run", op="forward")
         self.worker.ask("prepare", op="step")
         self.worker.ask("run", op="step")
@@ -203,7 +231,7 @@ class WorkerProtocol(unittest.TestCase):
 
     def test_every_op_gives_seconds_and_memory(self):
         self.load()
-        for op in ("step", "forward", "gradient"):
+        for op in ("step", "step-recompute", "forward", "gradient"):
             told = self.worker.ask("prepare", op=op)
             self.assertGreater(told["workspace_bytes"], 0)
             self.assertIn("[BT, V, H] = [6, 40, 16]", told["describe"])
@@ -237,7 +265,7 @@ class WorkerProtocol(unittest.TestCase):
         tokens, rows = [5, 0, 3], list(range(self.V))
         file = os.path.join(self.folder.name, "outputs.safetensors")
         self.load()
-        for op in ("step", "gradient"):
+        for op in ("step", "step-recompute", "gradient"):
             self.worker.ask("prepare", op=op)
             self.worker.ask("run", op=op)
             # fp32 statistics; logits up to 30, so a few ulp of them: 30 * 2^-23 * 4.
@@ -307,6 +335,7 @@ class WholeComparison(unittest.TestCase):
             set(case["contenders"]),
             {
                 "logitless",
+                "logitless-recompute",
                 "eager-bf16",
                 "compile-bf16",
                 "compile-fp32",
@@ -401,7 +430,7 @@ class WholeComparison(unittest.TestCase):
             (
                 ["--python", str(self.python), "--only", "jax"],
                 BUILD,
-                "peers.py: --only is 'jax', must be the beginning of one of: eager-bf16",
+                "peers.py: --only is 'jax', must be the beginning of one of: logitless-rec",
             ),
             (["--python", str(self.python), "--case", "/nowhere.safetensors"], BUILD, "nowhere"),
         ):
@@ -447,6 +476,7 @@ class WholeComparison(unittest.TestCase):
         self.assertEqual(
             case["groups"],
             [
+                ["logitless-recompute"],
                 ["eager-bf16"],
                 ["eager-fp32"],
                 ["compile-bf16"],
@@ -456,9 +486,9 @@ class WholeComparison(unittest.TestCase):
                 ["mm"],
             ],
         )
-        self.assertIn("logitless#6", case["contenders"])
+        self.assertIn("logitless#7", case["contenders"])
         self.assertEqual(out.count("\nLogitless  "), 3)  # of the first group, once a table
-        self.assertIn("7 groups", out)
+        self.assertIn("8 groups", out)
 
 
 if __name__ == "__main__":
