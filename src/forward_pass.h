@@ -10,6 +10,9 @@
 //         max and sum of exp per row and segment    -> partial statistics
 //       merge the segments of the chunk in order    one owner per row
 //
+// A few tokens read weight as it lies in memory, a segment at a time, without packing it or meeting
+// in between (stream_block).
+//
 // Which segment a column belongs to depends on the column alone, and segments are merged in
 // ascending order, so threads, chunks and blocks leave no trace in the bits.
 #pragma once
@@ -118,6 +121,7 @@ class ForwardPass {
   }
 
   void one_block(const Team& team, int64_t rows) {
+    if (p_.stream_width > 0) return stream_block(team, rows);
     const Panels panels(rows, g_.mr);
     const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
     const RowSelection input{in_.input, region<int64_t>(p_.row_index)};
@@ -195,22 +199,89 @@ class ForwardPass {
       }
     }
     for (int64_t i = 0; i < group; ++i) {
-      statistics(panels, panel0 + i, tiles + i * panel_stride, v0, columns, partial(s0, s));
+      std::byte* held = nullptr;
+      if (p_.held) {
+        held = region<std::byte>(p_.held_tiles) +
+               ((panel0 + i) * p_.vocab_panels() + v0 / g_.nr) * p_.held_tile_bytes();
+      }
+      statistics(panels.begin(panel0 + i), panels.size(panel0 + i), tiles + i * panel_stride,
+                 tile_floats, v0, columns, partial(s0, s), held);
     }
   }
 
-  void statistics(const Panels& panels, int64_t panel, float* tiles, int64_t v0, int columns,
-                  int64_t part) {
-    const int64_t row0 = panels.begin(panel);
-    const int rows = panels.size(panel);
-    const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
+  // Few tokens, all of them in the lanes. Each member takes a stretch of the segments.
+  void stream_block(const Team& team, int64_t rows) {
+    if (team.rank() == 0) {
+      pack_row_panel(p_.target, {in_.input, region<int64_t>(p_.row_index)}, 0,
+                     static_cast<int>(rows), p_.stream_width, region<float>(p_.input_panels));
+    }
+    team.barrier();
+    const int64_t segments = ceil_div(p_.shape.V, cpu::kSegmentColumns);
+    const Range mine = team.part(segments);
+    for (int64_t s = mine.begin; s < mine.end && !stop_.requested(); ++s) {
+      stream_segment(team, static_cast<int>(rows), s);
+    }
+    if (stop_.leave_together(team)) return;
+    merge_segments(team, rows, 0, segments);
+    finish(team.part(rows));
+  }
+
+  void stream_segment(const Team& team, int rows, int64_t s) {
+    const int width = p_.stream_width;
+    const int64_t v0 = s * cpu::kSegmentColumns;
+    const int columns = static_cast<int>(std::min<int64_t>(cpu::kSegmentColumns, p_.shape.V - v0));
+    float* logits = region<float>(p_.tiles + team.rank() * p_.tiles_stride);  // [column][token]
+    float* tiles = logits + int64_t{cpu::kSegmentColumns} * width;            // [panel][token][nr]
+    const int step = g_.stream_rows[width / g_.lanes - 1];
+    for (int v = 0; v < columns; v += step) {
+      stream_rows(v0 + v, std::min(step, columns - v), step, logits + int64_t{v} * width);
+    }
+    // Transposed in squares, as the statistics of larger batches see them: the same bits.
+    const int64_t tile_floats = int64_t{width} * g_.nr;
+    for (int v = 0; v < columns; v += g_.nr) {
+      k_.transpose(logits + int64_t{v} * width, g_.nr, width, tiles + v / g_.nr * tile_floats,
+                   g_.nr);
+    }
+    statistics(0, rows, tiles, tile_floats, v0, columns, s * p_.token_block, nullptr);
+  }
+
+  // Logits of `count` vocabulary rows from v on, computed as a full tile of `step` rows: rows
+  // beyond repeat the last one.
+  void stream_rows(int64_t v, int count, int step, float* logits) const {
+    constexpr int kMaxRows = 16;
+    const ConstMatrixView& m = in_.weight;
+    const int64_t element = size_of(m.dtype);
+    const float* tokens = region<float>(p_.input_panels);
+    const void* pointers[kMaxRows];
+    if (m.col_stride == 1 || m.cols <= 1) {
+      for (int i = 0; i < step; ++i) pointers[i] = at(m, v + std::min(i, count - 1), 0);
+      // The rows of the next call, in the order of memory.
+      const cpu::Ahead next{nullptr, at(m, v, 0) + step * m.row_stride * element,
+                            step * element * g_.k_unit};
+      g_.stream(p_.target.source, pointers, m.cols, tokens, p_.stream_width, logits, false, next);
+      return;
+    }
+    constexpr int64_t kBlock = 128;  // even: a pair never straddles two blocks
+    alignas(64) std::byte staged[kMaxRows][kBlock * 4];
+    for (int i = 0; i < step; ++i) pointers[i] = staged[std::min(i, count - 1)];
+    for (int64_t k0 = 0; k0 < m.cols; k0 += kBlock) {
+      const int64_t k = std::min(kBlock, m.cols - k0);
+      for (int i = 0; i < count; ++i) gather(m, v + i, k0, k, staged[i]);
+      g_.stream(p_.target.source, pointers, k, tokens + k0 / g_.k_unit * p_.stream_width,
+                p_.stream_width, logits, k0 > 0, {nullptr, staged, 0});
+    }
+  }
+
+  // One segment of some rows: tiles of its panels, `tile_floats` apart, become statistics.
+  void statistics(int64_t row0, int rows, float* tiles, int64_t tile_floats, int64_t v0,
+                  int columns, int64_t part, std::byte* held) {
     const int vocab_panels = static_cast<int>(ceil_div(columns, g_.nr));
     if (p_.types.logits_rounding == LogitsRounding::operand) {
       for (int v = 0; v < vocab_panels; ++v) {
         k_.round_values(tiles + v * tile_floats, int64_t{rows} * g_.nr, p_.target.multiply);
       }
     }
-    if (out_.logits) store_logits(row0, rows, tiles, v0, columns);
+    if (out_.logits) store_logits(row0, rows, tiles, tile_floats, v0, columns);
     // Columns beyond the vocabulary count as -inf.
     for (int c = columns; c < vocab_panels * g_.nr; ++c) {
       for (int r = 0; r < rows; ++r) {
@@ -220,9 +291,7 @@ class ForwardPass {
     }
     float* max = region<float>(p_.partial_max) + part + row0;
     float* sum = region<float>(p_.partial_sum) + part + row0;
-    if (p_.held) {
-      std::byte* held = region<std::byte>(p_.held_tiles) +
-                        (panel * p_.vocab_panels() + v0 / g_.nr) * p_.held_tile_bytes();
+    if (held != nullptr) {
       k_.segment_stats_held(tiles, tile_floats, vocab_panels, g_.nr, rows, max, sum, *p_.held, held,
                             p_.held_tile_bytes());
     } else {
@@ -237,10 +306,11 @@ class ForwardPass {
     }
   }
 
-  void store_logits(int64_t row0, int rows, const float* tiles, int64_t v0, int columns) const {
+  void store_logits(int64_t row0, int rows, const float* tiles, int64_t tile_floats, int64_t v0,
+                    int columns) const {
     const int64_t* index = region<int64_t>(p_.row_index) + row0;
     for (int c = 0; c < columns; c += g_.nr) {
-      const float* tile = tiles + int64_t{c} * g_.mr;
+      const float* tile = tiles + c / g_.nr * tile_floats;
       for (int r = 0; r < rows; ++r) {
         store_row(k_, *out_.logits, index[r], v0 + c, std::min(g_.nr, columns - c),
                   tile + int64_t{r} * g_.nr);

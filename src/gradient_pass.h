@@ -271,6 +271,7 @@ class GradientPass {
   struct Next {
     int64_t a, b;
     int64_t part, parts;
+    int64_t tile_b;  // the B panel of the next tile
   };
   cpu::Ahead ahead(const Next& next, const float* a_panels, const float* b_panels,
                    int64_t k_units) const {
@@ -297,7 +298,10 @@ class GradientPass {
       const bool last = b + 1 == b_panels;
       const int64_t a_after = !last ? a0 : a0 + width < a_panels ? a0 + width : 0;
       for (int64_t a = first; a < end; ++a) {
-        tile(a0 + a, b, Next{a + 1 < end ? a0 + a + 1 : a_after, last ? 0 : b + 1, a, width});
+        const bool more = a + 1 < end;
+        tile(a0 + a, b,
+             Next{more ? a0 + a + 1 : a_after, last ? 0 : b + 1, a, width,
+                  more || last ? b : b + 1});
       }
       i += end - first;
     }
@@ -306,7 +310,6 @@ class GradientPass {
   void make_grad_logits(const Team& team, const Cell& cell) {
     const Panels panels(cell.tokens, g_.mr);
     const cpu::GradTileOptions options{
-        .softmax_given = p_.source == SoftmaxSource::softmax,
         .has_grad_lse = in_.grad_logsumexp.has_value(),
         .round_logits_to = p_.target.multiply,
         .round_to_f16 = p_.target.multiply == DType::f16,
@@ -320,57 +323,83 @@ class GradientPass {
               });
   }
 
+  // Where the tile (a, b) of grad_logits goes.
+  float* in_grad_rows(const Cell& cell, int64_t a, int64_t b) const {
+    if (!out_.grad_input) return nullptr;
+    const int64_t units = cell.vocab_units(g_.k_unit);
+    return region<float>(p_.grad_rows) + (a * units + b * (g_.nr / g_.k_unit)) * g_.mr;
+  }
+  float* in_grad_cols(const Cell& cell, int64_t row0, int64_t b) const {
+    if (!out_.grad_weight) return nullptr;
+    const int64_t units = cell.token_units(g_.k_unit);
+    return region<float>(p_.grad_cols) + (b * units + row0 / g_.k_unit) * g_.nr;
+  }
+
   void grad_tile(const Panels& panels, const Cell& cell, const cpu::GradTileOptions& options,
                  float* tile, int64_t a, int64_t b, const Next& next) {
     const int64_t row0 = panels.begin(a);
     const int rows = panels.size(a);
     const int64_t v0 = cell.v0 + b * g_.nr;
-    const int columns = static_cast<int>(std::min<int64_t>(g_.nr, cell.columns - b * g_.nr));
-    const cpu::GradRow* params = region<cpu::GradRow>(p_.row_params) + row0;
+    const auto columns = static_cast<int>(std::min<int64_t>(g_.nr, cell.columns - b * g_.nr));
+    fetch_for_writing(in_grad_rows(cell, next.a, next.tile_b));
+    fetch_for_writing(in_grad_cols(cell, panels.begin(next.a), next.tile_b));
+    const void* values[kMaxTileRows];
+    cpu::GradTile from{.source = cpu::GradSource::logits,
+                       .type = DType::f32,
+                       .rows = values,
+                       .count = rows,
+                       .columns = columns,
+                       .v0 = v0};
     switch (p_.source) {
       case SoftmaxSource::logits:
         g_.tile(Panels::tile_rows(rows), region<float>(p_.input_rows) + a * h_units_ * g_.mr,
                 region<float>(p_.weight_rows) + b * h_units_ * g_.nr, h_units_, tile, false,
                 ahead(next, region<float>(p_.input_rows), region<float>(p_.weight_rows), h_units_));
-        k_.grad_tile(tile, rows, g_.nr, v0, params, options);
+        for (int r = 0; r < rows; ++r) values[r] = tile + r * g_.nr;
         break;
-      case SoftmaxSource::softmax: {
-        const int64_t* index = region<int64_t>(p_.row_index) + row0;
-        for (int r = 0; r < rows; ++r) {
-          load_row(k_, *in_.softmax, index[r], v0, columns, tile + r * g_.nr);
-        }
-        k_.grad_tile(tile, rows, g_.nr, v0, params, options);
+      case SoftmaxSource::softmax:
+        from.source = cpu::GradSource::softmax;
+        softmax_rows(region<int64_t>(p_.row_index) + row0, v0, tile, from, values);
+        break;
+      case SoftmaxSource::held: {
+        const std::byte* held =
+            held_.tiles + (a * held_.vocab_panels + v0 / g_.nr) * held_.tile_bytes;
+        for (int r = 0; r < rows; ++r) values[r] = held + r * g_.nr * size_of(held_.type);
+        from.source = cpu::GradSource::held;
+        from.type = held_.type;
+        from.factors = held_.factors + v0 / cpu::kSegmentColumns * held_.factor_stride + row0;
         break;
       }
-      case SoftmaxSource::held:
-        k_.grad_tile_held(held_.type,
-                          held_.tiles + (a * held_.vocab_panels + v0 / g_.nr) * held_.tile_bytes,
-                          held_.factors + v0 / cpu::kSegmentColumns * held_.factor_stride + row0,
-                          tile, rows, g_.nr, v0, params, options);
-        break;
     }
-    // Columns beyond the vocabulary are exactly 0 (packing pads tokens by itself).
-    if (columns < g_.nr) {
-      for (int r = 0; r < rows; ++r) {
-        std::fill(tile + r * g_.nr + columns, tile + (r + 1) * g_.nr, 0.0f);
-      }
-    }
+    g_.grad_panels(from, region<cpu::GradRow>(p_.row_params) + row0, options,
+                   in_grad_rows(cell, a, b), in_grad_cols(cell, row0, b));
+  }
 
-    const cpu::PackSource source =
-        p_.target.multiply == DType::bf16 ? cpu::PackSource::f32_as_bf16 : cpu::PackSource::f32;
-    const void* pointers[32];
-    for (int r = 0; r < rows; ++r) pointers[r] = tile + r * g_.nr;
-    if (out_.grad_input) {
-      const int64_t units = cell.vocab_units(g_.k_unit);
-      float* dst =
-          region<float>(p_.grad_rows) + a * units * g_.mr + b * (g_.nr / g_.k_unit) * g_.mr;
-      g_.pack_rows(source, pointers, rows, g_.mr, columns, dst);
+  // Rows of the softmax that was given, as they lie; copied only where their columns are apart.
+  void softmax_rows(const int64_t* index, int64_t v0, float* tile, cpu::GradTile& from,
+                    const void** values) const {
+    const ConstMatrixView& softmax = *in_.softmax;
+    from.type = softmax.dtype;
+    for (int r = 0; r < from.count; ++r) {
+      if (softmax.col_stride == 1) {
+        values[r] = at(softmax, index[r], v0);
+        // A little of many rows at a time: more streams than the hardware follows.
+        const auto* soon = static_cast<const std::byte*>(values[r]) + kFetchBytes;
+        __builtin_prefetch(soon, 0, 2);
+        if (softmax.dtype == DType::f32) __builtin_prefetch(soon + 64, 0, 2);
+        continue;
+      }
+      gather(softmax, index[r], v0, from.columns, tile + r * g_.nr);
+      values[r] = tile + r * g_.nr;
     }
-    if (out_.grad_weight) {
-      const int64_t units = cell.token_units(g_.k_unit);
-      float* dst = region<float>(p_.grad_cols) + b * units * g_.nr + row0 / g_.k_unit * g_.nr;
-      g_.pack_cols(source, pointers, rows, g_.nr, g_.nr, dst);
-    }
+  }
+
+  // The panels of grad_logits lie in outer caches; a tile takes mr * nr units of 4 / k_unit bytes.
+  void fetch_for_writing(const float* p) const {
+    if (p == nullptr) return;
+    const auto* bytes = reinterpret_cast<const char*>(p);
+    const int64_t size = int64_t{g_.mr} * g_.nr * 4 / g_.k_unit;
+    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(bytes + i, 1);
   }
 
   // ---- products --------------------------------------------------------------------------------
@@ -497,6 +526,9 @@ class GradientPass {
   void set_held(const Held& held) { held_ = held; }
 
  private:
+  static constexpr int64_t kFetchBytes = 512;
+  static constexpr int kMaxTileRows = 32;
+
   const GradientPlanData& p_;
   const cpu::GemmKernels& g_;
   const cpu::Kernels& k_;

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "cpu/constants.h"
 #include "cpu/kernels.h"
 #include "logitless/forward.h"
 #include "logitless/gradient.h"
@@ -76,15 +77,21 @@ struct ForwardPlanData {
   int64_t chunk_segments = 0;  // segments of weight packed at a time
   int group = 0;               // token panels that share one walk over a segment
   int64_t least_bytes = 0;     // the least workspace any limit allows
+  // Few tokens: lanes they take, and weight is read without being packed. 0: packed.
+  int stream_width = 0;
   // One pass: the exponentials of a block's logits are kept, in this type, as tiles
   // [token panel][vocabulary panel][mr][nr], and the statistics of all its segments.
   std::optional<DType> held;
   int64_t held_tiles = 0;
   int64_t vocab_panels() const { return ceil_div(shape.V, target.gemm->nr); }
+  // Of a chunk, but where it is of all.
+  int64_t partial_segments() const {
+    return held || stream_width > 0 ? ceil_div(shape.V, cpu::kSegmentColumns) : chunk_segments;
+  }
   int64_t held_tile_bytes() const { return target.gemm->mr * target.gemm->nr * size_of(*held); }
   // Workspace offsets in bytes.
   int64_t input_panels = 0, weight_panels = 0, tiles = 0, tiles_stride = 0;
-  int64_t partial_max = 0, partial_sum = 0;  // [chunk_segments, or all if held][token_block]
+  int64_t partial_max = 0, partial_sum = 0;  // [partial_segments()][token_block]
   int64_t row_index = 0, local_target = 0;   // [token_block] i64
   int64_t run_max = 0, run_sum = 0, run_low = 0, predicted = 0;  // [token_block] f32
   int64_t workspace_bytes = 0;

@@ -94,7 +94,7 @@ inline void pack_row_panel(const Target& target, const RowSelection& rows, int64
                            int width, float* dst) {
   const cpu::GemmKernels& g = *target.gemm;
   const ConstMatrixView& m = rows.matrix;
-  constexpr int kMaxWidth = 32;
+  constexpr int kMaxWidth = 64;
   const void* pointers[kMaxWidth];
   if (m.col_stride == 1 || m.cols <= 1) {
     for (int i = 0; i < count; ++i) pointers[i] = at(m, rows.row(begin + i), 0);

@@ -22,6 +22,40 @@ constexpr int64_t source_bytes(PackSource source) {
   return source == PackSource::f16 || source == PackSource::bf16 ? 2 : 4;
 }
 
+// What the gradient of one token's logits needs; filled once per token and call.
+struct GradRow {
+  float max;      // logits_max
+  float inv_sum;  // 1 / sum_exp_logits
+  float grad;
+  float grad_lse;      // d loss / d logsumexp
+  float f16_scale;     // power of two that brings the larger of the two to [1, 2); 1 if not fp16
+  float f16_unscale;   // its inverse
+  int64_t target;      // local vocabulary index, -1 if the target is elsewhere
+  float target_p = 0;  // softmax of the target, where the tile holds rounded exponentials
+  bool round_logits;   // logits are rounded to the operand type first
+};
+
+struct GradTileOptions {
+  bool has_grad_lse;
+  DType round_logits_to;  // f16, bf16; f32 = never
+  bool round_to_f16;      // round the result to fp16 after scaling, and undo the scale
+};
+
+// What grad_logits is made of: logits (fp32), a softmax given, or exponentials held since the
+// forward, softmax = held * factors[r] (but for the target, whose softmax is GradRow::target_p).
+enum class GradSource : uint8_t { logits = 0, softmax = 1, held = 2 };
+
+// One tile of it, at most [mr][nr]. Columns `columns`..nr-1 are not read and become 0.
+struct GradTile {
+  GradSource source;
+  DType type;                      // of the values: f32 for logits; f32, f16, bf16; f32, bf16
+  const void* const* rows;         // [count], each at the tile's first column, unit stride
+  const float* factors = nullptr;  // [count], where held
+  int count;
+  int columns;
+  int64_t v0;  // vocabulary index of the first column
+};
+
 // Panels. A product C[rows, cols] += sum over k of A[rows, k] * B[k, cols] reads both operands
 // packed in panels of `width` rows (A, width = mr) or columns (B, width = nr). A panel is
 // [k_units][width] units of 4 bytes: a unit is one fp32 element (k_unit = 1), or a pair of bf16
@@ -59,29 +93,28 @@ struct GemmKernels {
   void (*pack_cols)(PackSource source, const void* const* rows, int64_t k, int count, int width,
                     void* dst);
 
+  // grad_logits of one tile -> the A panel of its tokens, from the tile's first column on
+  // ([columns / k_unit][mr], for grad_input), and the B panel of its columns, from its first token
+  // on
+  // ([count / k_unit][nr], for grad_weight). Either may be null. Rounded once, to the type the
+  // units have. Rows count..mr-1 become 0. Rows of held values whose gradients are 0 become 0
+  // whatever they hold.
+  void (*grad_panels)(const GradTile& tile, const GradRow* rows, const GradTileOptions& options,
+                      void* a, void* b);
+
+  // Few tokens: c [rows][width] (+)= weight rows . tokens, the rows read as they lie in memory, k
+  // elements from rows[i] on; the same chain per element as `tile`, so the same bits.
+  // width: 1 to 4 vectors of `lanes` tokens; rows: stream_rows[vectors - 1], all of them valid
+  // pointers. tokens: a panel [k_units][width], its first unit that of the rows' first element.
+  // Ahead: b and b_step only, what to fetch per unit of k.
+  int lanes;
+  int stream_rows[4];
+  void (*stream)(PackSource source, const void* const* rows, int64_t k, const void* tokens,
+                 int width, float* c, bool accumulate, const Ahead& ahead);
+
   // Register-only loop of the instruction `tile` is made of; returns how many of them it ran.
   int64_t (*peak)(int64_t iterations);
   double flops_per_instruction;
-};
-
-// What the gradient of one token's logits needs; filled once per token and call.
-struct GradRow {
-  float max;      // logits_max
-  float inv_sum;  // 1 / sum_exp_logits
-  float grad;
-  float grad_lse;      // d loss / d logsumexp
-  float f16_scale;     // power of two that brings the larger of the two to [1, 2); 1 if not fp16
-  float f16_unscale;   // its inverse
-  int64_t target;      // local vocabulary index, -1 if the target is elsewhere
-  float target_p = 0;  // softmax of the target, where the tile holds rounded exponentials
-  bool round_logits;   // logits are rounded to the operand type first
-};
-
-struct GradTileOptions {
-  bool softmax_given;  // the tile holds softmax, else logits
-  bool has_grad_lse;
-  DType round_logits_to;  // f16, bf16; f32 = never
-  bool round_to_f16;      // round the result to fp16 after scaling, and undo the scale
 };
 
 struct Kernels {
@@ -97,7 +130,8 @@ struct Kernels {
                         float* max, float* sum);
   // The same statistics, and the exponentials they are made of are kept:
   //   held[p][r][c] = exp(tiles[p][r][c] - max[r]), as bf16 (nearest even) or f32,
-  // one panel `held_stride` bytes behind the other. A row of -inf holds zeros. The sum is made of
+  // one panel `held_stride` bytes behind the other, all aligned to 64 bytes. Written past the
+  // caches and visible to other threads on return. A row of -inf holds zeros. The sum is made of
   // the values before they are rounded: the same bits as segment_stats.
   void (*segment_stats_held)(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
                              float* max, float* sum, DType held_type, void* held,
@@ -114,16 +148,6 @@ struct Kernels {
                      int64_t count);
   // In place: count values rounded to `to` (f16 or bf16; f32 leaves them).
   void (*round_values)(float* values, int64_t count, DType to);
-  // In place: tile [count][nr] of logits (or softmax) becomes grad_logits; v0 is the vocabulary
-  // index of its first column.
-  void (*grad_tile)(float* tile, int count, int nr, int64_t v0, const GradRow* rows,
-                    const GradTileOptions& options);
-  // tile [count][nr] = grad_logits from held exponentials: softmax = held * factors[r], but for the
-  // target, whose softmax is rows[r].target_p. Rows whose gradients are 0 become 0 whatever they
-  // hold.
-  void (*grad_tile_held)(DType held_type, const void* held, const float* factors, float* tile,
-                         int count, int nr, int64_t v0, const GradRow* rows,
-                         const GradTileOptions& options);
   // out[i] = exp(x[i] - max) * inv_sum
   void (*softmax)(const float* x, int64_t count, float max, float inv_sum, float* out);
   // exp: within 2 ulp of the exact value for every float; exp(-inf) = 0, exp(NaN) = NaN.

@@ -14,7 +14,7 @@ const Kernels* avx512bf16_kernels() {
 #if defined(__AVX512BF16__)
   static constexpr GemmKernels kF32 = gemm_table<Avx512F32>();
   static constexpr GemmKernels kBf16Dot = gemm_table<Avx512Bf16Dot>();
-  static constexpr Kernels kTable = table<Avx512Vec>(Isa::avx512bf16, &kF32, &kBf16Dot);
+  static constexpr Kernels kTable = table<Avx512Bf16Vec>(Isa::avx512bf16, &kF32, &kBf16Dot);
   return &kTable;
 #else
   return nullptr;

@@ -2,6 +2,8 @@
 // Packing into panels (kernels.h has the picture). Sources are rows with unit stride; the schedules
 // resolve every other stride before they come here.
 
+#pragma once
+
 #include <cstdint>
 #include <cstring>
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everything between a tile of logits and a tile of grad_logits. A feature of the loss (softcap,
-// temperature, bias, smoothing) belongs here and nowhere else.
+// The statistics of a tile of logits, and conversions. A feature of the loss (softcap, temperature,
+// bias, smoothing) belongs into segment_rows here and gradient_of_values in grad_panels-inl.h, and
+// nowhere else.
 
 #include <cmath>
 #include <cstdint>
@@ -14,14 +15,14 @@ namespace {
 // Row max and sum of exp over one segment; merged into the row's state by the schedule.
 // Shapes  tiles [panels][rows][nr]; max, sum [rows].
 // Error   sum: (panels * nr / kLanes + log2 kLanes + 4) * 2^-24 relative, first order: exp within
-//         2 ulp, kLanes running sums over the sums of panels, then a tree (Higham, Accuracy and
+//         2 ulp, kLanes running sums over sums of two, then a tree (Higham, Accuracy and
 //         Stability, ch. 4).
 // Empty   a row of -inf: the maximum is taken as 0 inside, so every term is exp(-inf) = 0 and
 //         (-inf) - (-inf) is never formed.
 // Why     max first, then sum: the segment is still in the cache, and the online update
 //         (arXiv:1805.02867) would spend an extra exp at every new maximum.
 //
-// Hold(panel, row, column, exponentials) is called once per vector.
+// Two vectors at a time: hold(panel, row, column, exponentials of kLanes columns, of the next).
 template <class V, class Hold>
 [[gnu::always_inline]] inline void segment_rows(const float* tiles, int64_t tile_stride, int panels,
                                                 int nr, int rows, float* max, float* sum,
@@ -30,21 +31,24 @@ template <class V, class Hold>
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (int r = 0; r < rows; ++r) {
     const float* row = tiles + int64_t{r} * nr;
-    F m = V::set1(-kInf);
+    F m[2] = {V::set1(-kInf), V::set1(-kInf)};
     for (int p = 0; p < panels; ++p) {
-      for (int c = 0; c < nr; c += V::kLanes) m = V::max(m, V::load(row + p * tile_stride + c));
+      for (int c = 0; c < nr; c += 2 * V::kLanes) {
+        m[0] = V::max(m[0], V::load(row + p * tile_stride + c));
+        m[1] = V::max(m[1], V::load(row + p * tile_stride + c + V::kLanes));
+      }
     }
-    const float row_max = V::reduce_max(m);
+    const float row_max = V::reduce_max(V::max(m[0], m[1]));
     const F base = V::set1(row_max == -kInf ? 0.0f : row_max);
     F s = V::zero();
     for (int p = 0; p < panels; ++p) {
-      F of_panel = V::zero();
-      for (int c = 0; c < nr; c += V::kLanes) {
-        const F e = exp_vector<V>(V::sub(V::load(row + p * tile_stride + c), base));
-        of_panel = V::add(of_panel, e);
-        hold(p, r, c, e);
+      for (int c = 0; c < nr; c += 2 * V::kLanes) {
+        const float* x = row + p * tile_stride + c;
+        const F e0 = exp_vector<V, true>(V::sub(V::load(x), base));
+        const F e1 = exp_vector<V, true>(V::sub(V::load(x + V::kLanes), base));
+        s = V::add(s, V::add(e0, e1));
+        hold(p, r, c, e0, e1);
       }
-      s = V::add(s, of_panel);
     }
     sum[r] = V::reduce_add(s);
     max[r] = row_max;
@@ -63,7 +67,7 @@ template <class V>
 void segment_stats(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
                    float* max, float* sum) {
   segment_rows<V>(tiles, tile_stride, panels, nr, rows, max, sum,
-                  [](int, int, int, typename V::F) {});
+                  [](int, int, int, typename V::F, typename V::F) {});
 }
 
 template <class V>
@@ -73,15 +77,19 @@ void segment_stats_held(const float* tiles, int64_t tile_stride, int panels, int
   auto* bytes = static_cast<unsigned char*>(held);
   if (held_type == logitless::DType::bf16) {
     segment_rows<V>(tiles, tile_stride, panels, nr, rows, max, sum,
-                    [&](int p, int r, int c, typename V::F e) {
-                      V::store_bf16(bytes + p * held_stride + (int64_t{r} * nr + c) * 2, e);
+                    [&](int p, int r, int c, typename V::F e0, typename V::F e1) {
+                      V::stream_bf16(bytes + p * held_stride + (int64_t{r} * nr + c) * 2, e0, e1);
                     });
   } else {
-    segment_rows<V>(
-        tiles, tile_stride, panels, nr, rows, max, sum, [&](int p, int r, int c, typename V::F e) {
-          V::store(reinterpret_cast<float*>(bytes + p * held_stride) + int64_t{r} * nr + c, e);
-        });
+    segment_rows<V>(tiles, tile_stride, panels, nr, rows, max, sum,
+                    [&](int p, int r, int c, typename V::F e0, typename V::F e1) {
+                      auto* out =
+                          reinterpret_cast<float*>(bytes + p * held_stride) + int64_t{r} * nr + c;
+                      V::stream(out, e0);
+                      V::stream(out + V::kLanes, e1);
+                    });
   }
+  V::publish();
 }
 
 template <class V>
@@ -143,108 +151,6 @@ void round_values(float* values, int64_t count, logitless::DType to) {
   for (; i < count; ++i) {
     values[i] = bf16 ? static_cast<float>(logitless::bfloat16(values[i]))
                      : static_cast<float>(logitless::float16(values[i]));
-  }
-}
-
-// grad_logits of one element: (p - one_hot) * grad + p * grad_lse, in fp32, the subtraction first;
-// for fp16 operands rounded in the row's own scale, so that neither small gradients underflow nor
-// another token's size matters.
-template <class V, bool kGradLse, bool kRoundF16>
-[[gnu::always_inline]] inline typename V::F grad_value(typename V::F p, typename V::F one_hot,
-                                                       typename V::F grad, typename V::F grad_lse,
-                                                       typename V::F unscale) {
-  typename V::F g = V::mul(V::sub(p, one_hot), grad);
-  if constexpr (kGradLse) g = V::fma(p, grad_lse, g);
-  if constexpr (kRoundF16) g = V::mul(V::round_f16(g), unscale);
-  return g;
-}
-
-template <class V, bool kGradLse, bool kRoundF16>
-void grad_rows(float* tile, int count, int nr, int64_t v0, const logitless::cpu::GradRow* rows,
-               const logitless::cpu::GradTileOptions& options) {
-  using F = typename V::F;
-  for (int r = 0; r < count; ++r) {
-    const logitless::cpu::GradRow& row = rows[r];
-    float* x = tile + int64_t{r} * nr;
-    if (row.round_logits) round_values<V>(x, nr, options.round_logits_to);
-    const F max = V::set1(row.max);
-    const F inv_sum = V::set1(row.inv_sum);
-    const F grad = V::set1(kRoundF16 ? row.grad * row.f16_scale : row.grad);
-    const F grad_lse = V::set1(kRoundF16 ? row.grad_lse * row.f16_scale : row.grad_lse);
-    const F unscale = V::set1(row.f16_unscale);
-    const auto probability = [&](F value) {
-      return options.softmax_given ? value : V::mul(exp_vector<V>(V::sub(value, max)), inv_sum);
-    };
-    const int64_t target = row.target - v0;
-    const bool here = row.target >= 0 && target >= 0 && target < nr;
-    const float target_value = here ? x[target] : 0.0f;
-    for (int c = 0; c < nr; c += V::kLanes) {
-      const F p = probability(V::load(x + c));
-      V::store(x + c, grad_value<V, kGradLse, kRoundF16>(p, V::zero(), grad, grad_lse, unscale));
-    }
-    if (here) {
-      const F p = probability(V::set1(target_value));
-      V::store_first(x + target,
-                     grad_value<V, kGradLse, kRoundF16>(p, V::set1(1.0f), grad, grad_lse, unscale),
-                     1);
-    }
-  }
-}
-
-template <class V>
-void grad_tile(float* tile, int count, int nr, int64_t v0, const logitless::cpu::GradRow* rows,
-               const logitless::cpu::GradTileOptions& options) {
-  if (options.has_grad_lse) {
-    if (options.round_to_f16) return grad_rows<V, true, true>(tile, count, nr, v0, rows, options);
-    return grad_rows<V, true, false>(tile, count, nr, v0, rows, options);
-  }
-  if (options.round_to_f16) return grad_rows<V, false, true>(tile, count, nr, v0, rows, options);
-  return grad_rows<V, false, false>(tile, count, nr, v0, rows, options);
-}
-
-// The same from held exponentials. One product per element: softmax's factor and the gradient are
-// multiplied first.
-template <class V, logitless::cpu::PackSource kHeld>
-void grad_rows_held(const unsigned char* held, const float* factors, float* tile, int count, int nr,
-                    int64_t v0, const logitless::cpu::GradRow* rows,
-                    const logitless::cpu::GradTileOptions& options) {
-  using F = typename V::F;
-  constexpr int64_t kBytes = kHeld == logitless::cpu::PackSource::bf16 ? 2 : 4;
-  for (int r = 0; r < count; ++r) {
-    const logitless::cpu::GradRow& row = rows[r];
-    float* x = tile + int64_t{r} * nr;
-    if (row.grad == 0.0f) {
-      for (int c = 0; c < nr; c += V::kLanes) V::store(x + c, V::zero());
-      continue;
-    }
-    const float grad = options.round_to_f16 ? row.grad * row.f16_scale : row.grad;
-    const F factor = V::set1(factors[r] * grad);
-    const F unscale = V::set1(row.f16_unscale);
-    const auto* e = held + int64_t{r} * nr * kBytes;
-    for (int c = 0; c < nr; c += V::kLanes) {
-      F g = V::mul(V::template load_as<kHeld>(e + c * kBytes), factor);
-      if (options.round_to_f16) g = V::mul(V::round_f16(g), unscale);
-      V::store(x + c, g);
-    }
-    const int64_t target = row.target - v0;
-    if (row.target >= 0 && target >= 0 && target < nr) {
-      F g = V::set1((row.target_p - 1.0f) * grad);
-      if (options.round_to_f16) g = V::mul(V::round_f16(g), unscale);
-      V::store_first(x + target, g, 1);
-    }
-  }
-}
-
-template <class V>
-void grad_tile_held(logitless::DType held_type, const void* held, const float* factors, float* tile,
-                    int count, int nr, int64_t v0, const logitless::cpu::GradRow* rows,
-                    const logitless::cpu::GradTileOptions& options) {
-  using logitless::cpu::PackSource;
-  const auto* bytes = static_cast<const unsigned char*>(held);
-  if (held_type == logitless::DType::bf16) {
-    grad_rows_held<V, PackSource::bf16>(bytes, factors, tile, count, nr, v0, rows, options);
-  } else {
-    grad_rows_held<V, PackSource::f32>(bytes, factors, tile, count, nr, v0, rows, options);
   }
 }
 

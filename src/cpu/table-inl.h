@@ -2,8 +2,10 @@
 // Builds the table of one ISA from its vector type and its families of register tiles.
 
 #include "cpu/gemm_tile-inl.h"
+#include "cpu/grad_panels-inl.h"
 #include "cpu/pack-inl.h"
 #include "cpu/softmax_tile-inl.h"
+#include "cpu/stream_tile-inl.h"
 
 namespace {
 
@@ -17,6 +19,10 @@ constexpr logitless::cpu::GemmKernels gemm_table() {
       .tile = &tile<G>,
       .pack_rows = &pack_rows<G>,
       .pack_cols = &pack_cols<G>,
+      .grad_panels = &grad_panels<G>,
+      .lanes = G::kLanes,
+      .stream_rows = {stream_rows<G>(1), stream_rows<G>(2), stream_rows<G>(3), stream_rows<G>(4)},
+      .stream = &stream<G>,
       .peak = &peak<G>,
       .flops_per_instruction = G::kFlops,
   };
@@ -33,8 +39,6 @@ constexpr logitless::cpu::Kernels table(logitless::Isa isa, const logitless::cpu
       .segment_stats_held = &segment_stats_held<V>,
       .merge_rows = &merge_rows<V>,
       .round_values = &round_values<V>,
-      .grad_tile = &grad_tile<V>,
-      .grad_tile_held = &grad_tile_held<V>,
       .softmax = &softmax_values<V>,
       .exp = &exp_values<V>,
       .load = &load_values<V>,

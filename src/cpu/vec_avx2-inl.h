@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/constants.h"
 #include "cpu/kernels.h"
 
 namespace {
@@ -42,10 +43,13 @@ struct Avx2Vec {
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
   }
   // min and max return their second operand when one is NaN: x stands second.
-  static F clamp_keep_nan(F x, float lo, float hi) {
-    return _mm256_min_ps(set1(hi), _mm256_max_ps(set1(lo), x));
+  template <bool kNonPositive>
+  static F exp_argument(F x) {
+    const F least = _mm256_max_ps(set1(logitless::cpu::kExpLeast), x);
+    if constexpr (kNonPositive) return least;
+    return _mm256_min_ps(set1(logitless::cpu::kExpMost), least);
   }
-  static F scale_by_power_of_two(F p, F n, F) {
+  static F exp_result(F p, F n, F, F) {
     const __m256i whole = _mm256_cvtps_epi32(n);
     const __m256i half = _mm256_srai_epi32(whole, 1);
     return mul(mul(p, power_of_two(half)), power_of_two(_mm256_sub_epi32(whole, half)));
@@ -82,6 +86,12 @@ struct Avx2Vec {
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(u, u), 0x08);
     _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
   }
+  static void stream(float* p, F x) { _mm256_stream_ps(p, x); }
+  static void stream_bf16(void* p, F a, F b) {
+    store_bf16(p, a);
+    store_bf16(static_cast<unsigned char*>(p) + 2 * kLanes, b);
+  }
+  static void publish() { _mm_sfence(); }
   static void store_f16(void* p, F x) {
     _mm_storeu_si128(static_cast<__m128i*>(p),
                      _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -144,6 +154,7 @@ struct Avx2F32 {
   static constexpr int kUnit = 1;
   static constexpr double kFlops = 16.0;
   static constexpr bool kFetchesAhead = true;
+  static constexpr int kChains = 8;  // of stream_tile-inl.h
   using V = Avx2Vec;
   using F = __m256;
   using P = __m256;
@@ -155,6 +166,14 @@ struct Avx2F32 {
   static F mac(F acc, P a, P b) { return _mm256_fmadd_ps(a, b, acc); }
   static void opaque(P& p) { asm volatile("" : "+x"(p)); }
   static void keep(F& f) { asm volatile("" : "+x"(f)); }
+
+  // One row's gradients are its units, in both forms.
+  static void units_of_columns(const F* g, F* units) {
+    for (int j = 0; j < kVecs; ++j) units[j] = g[j];
+  }
+  static void units_of_rows(const F (*rows)[kVecs], F* units) {
+    for (int j = 0; j < kVecs; ++j) units[j] = rows[0][j];
+  }
 };
 
 }  // namespace

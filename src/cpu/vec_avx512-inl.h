@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/constants.h"
 #include "cpu/kernels.h"
 
 namespace {
@@ -35,11 +36,17 @@ struct Avx512Vec {
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
   }
-  // min and max return their second operand when one is NaN: x stands second.
-  static F clamp_keep_nan(F x, float lo, float hi) {
-    return _mm512_min_ps(set1(hi), _mm512_max_ps(set1(lo), x));
+  // min returns its second operand when one is NaN: x stands second.
+  template <bool kNonPositive>
+  static F exp_argument(F x) {
+    if constexpr (kNonPositive) return x;
+    return _mm512_min_ps(set1(logitless::cpu::kExpMost), x);
   }
-  static F scale_by_power_of_two(F p, F n, F) { return _mm512_scalef_ps(p, n); }
+  static F exp_result(F p, F n, F, F x) {
+    const __mmask16 keep =
+        _mm512_cmp_ps_mask(x, set1(logitless::cpu::kExpLeast), _CMP_NLT_UQ);  // NaN too
+    return _mm512_maskz_scalef_ps(keep, p, n);
+  }
 
   template <logitless::cpu::PackSource kSource>
   static F load_as(const void* p) {
@@ -68,10 +75,7 @@ struct Avx512Vec {
   static F round_f16(F x) {
     return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
-  static void store_bf16(void* p, F x) {
-    const __m512i u = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(x)), 16);
-    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(u));
-  }
+  static void store_bf16(void* p, F x) { _mm256_storeu_si256(static_cast<__m256i*>(p), halves(x)); }
   static void store_f16(void* p, F x) {
     _mm256_storeu_si256(static_cast<__m256i*>(p),
                         _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -94,13 +98,20 @@ struct Avx512Vec {
     }
   }
   static void store_bf16_first(void* p, F x, int n) {
-    const __m512i u = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(x)), 16);
-    _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtepi32_epi16(u));
+    _mm256_mask_storeu_epi16(p, first(n), halves(x));
   }
   static void store_f16_first(void* p, F x, int n) {
     _mm256_mask_storeu_epi16(p, first(n),
                              _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
+  // Written once, read long afterwards: past the caches, so that no line is read before it is
+  // overwritten. publish() comes before other threads may read.
+  static void stream(float* p, F x) { _mm512_stream_ps(p, x); }
+  static void stream_bf16(void* p, F a, F b) {
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(halves(a)), halves(b), 1);
+    _mm512_stream_si512(static_cast<__m512i*>(p), both);
+  }
+  static void publish() { _mm_sfence(); }
   // 16 x 16 in registers, four stages of 16 shuffles.
   static void transpose(F* r) {
     F t[16];
@@ -134,6 +145,9 @@ struct Avx512Vec {
   }
 
  private:
+  static __m256i halves(F x) {
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(round_bf16(x)), 16));
+  }
   static __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 };
 
@@ -145,6 +159,7 @@ struct Avx512F32 {
   static constexpr int kUnit = 1;
   static constexpr double kFlops = 32.0;
   static constexpr bool kFetchesAhead = true;
+  static constexpr int kChains = 16;  // of stream_tile-inl.h
   using V = Avx512Vec;
   using F = __m512;
   using P = __m512;
@@ -156,9 +171,37 @@ struct Avx512F32 {
   static F mac(F acc, P a, P b) { return _mm512_fmadd_ps(a, b, acc); }
   static void opaque(P& p) { asm volatile("" : "+v"(p)); }
   static void keep(F& f) { asm volatile("" : "+v"(f)); }
+
+  // One row's gradients are its units, in both forms.
+  static void units_of_columns(const F* g, F* units) {
+    for (int j = 0; j < kVecs; ++j) units[j] = g[j];
+  }
+  static void units_of_rows(const F (*rows)[kVecs], F* units) {
+    for (int j = 0; j < kVecs; ++j) units[j] = rows[0][j];
+  }
 };
 
 #ifdef __AVX512BF16__
+
+struct Avx512Bf16Vec : Avx512Vec {
+  // One instruction rounds both; it takes subnormal values as 0.
+  static void stream_bf16(void* p, F a, F b) {
+    _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  }
+};
+
+// Element i of two vectors of 32 halves side by side: i of the first, 32 + i of the second.
+struct Interleave {
+  uint16_t index[2][32];
+};
+constexpr Interleave interleave_indices() {
+  Interleave table{};
+  for (int i = 0; i < 32; ++i) {
+    table.index[i / 16][i % 16 * 2] = static_cast<uint16_t>(i);
+    table.index[i / 16][i % 16 * 2 + 1] = static_cast<uint16_t>(32 + i);
+  }
+  return table;
+}
 
 // The dot product treats subnormal inputs as zero and flushes subnormal results.
 struct Avx512Bf16Dot {
@@ -167,7 +210,9 @@ struct Avx512Bf16Dot {
   static constexpr int kVecs = 2;
   static constexpr int kUnit = 2;
   static constexpr double kFlops = 64.0;
+  alignas(64) static constexpr Interleave kInterleave = interleave_indices();
   static constexpr bool kFetchesAhead = true;
+  static constexpr int kChains = 16;  // of stream_tile-inl.h
   using V = Avx512Vec;
   using F = __m512;
   using P = __m512bh;
@@ -179,6 +224,20 @@ struct Avx512Bf16Dot {
   static F mac(F acc, P a, P b) { return _mm512_dpbf16_ps(acc, a, b); }
   static void opaque(P& p) { asm volatile("" : "+v"(p)); }
   static void keep(F& f) { asm volatile("" : "+v"(f)); }
+
+  // Columns 2 u and 2 u + 1 of a row make its unit u.
+  static void units_of_columns(const F* g, F* units) {
+    units[0] = _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(g[1], g[0]));
+  }
+  // Column c of two rows makes unit c.
+  static void units_of_rows(const F (*rows)[1], F* units) {
+    const __m512i a = _mm512_castps_si512(rows[0][0]);
+    const __m512i b = _mm512_castps_si512(rows[1][0]);
+    const __m512i low = _mm512_load_si512(kInterleave.index[0]);
+    const __m512i high = _mm512_load_si512(kInterleave.index[1]);
+    units[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, low, b));
+    units[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, high, b));
+  }
 
   // Units of kLanes * 2 consecutive elements.
   template <logitless::cpu::PackSource kSource>

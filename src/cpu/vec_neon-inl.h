@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/constants.h"
 #include "cpu/kernels.h"
 
 namespace {
@@ -36,10 +37,13 @@ struct NeonVec {
     return vget_lane_f32(h, 0) + vget_lane_f32(h, 1);
   }
   // vmin and vmax return NaN when one operand is.
-  static F clamp_keep_nan(F x, float lo, float hi) {
-    return vminq_f32(set1(hi), vmaxq_f32(set1(lo), x));
+  template <bool kNonPositive>
+  static F exp_argument(F x) {
+    const F least = vmaxq_f32(set1(logitless::cpu::kExpLeast), x);
+    if constexpr (kNonPositive) return least;
+    return vminq_f32(set1(logitless::cpu::kExpMost), least);
   }
-  static F scale_by_power_of_two(F p, F n, F) {
+  static F exp_result(F p, F n, F, F) {
     const int32x4_t whole = vcvtnq_s32_f32(n);
     const int32x4_t half = vshrq_n_s32(whole, 1);
     return mul(mul(p, power_of_two(half)), power_of_two(vsubq_s32(whole, half)));
@@ -72,6 +76,12 @@ struct NeonVec {
   static void store_bf16(void* p, F x) {
     vst1_u16(static_cast<uint16_t*>(p), vshrn_n_u32(vreinterpretq_u32_f32(round_bf16(x)), 16));
   }
+  static void stream(float* p, F x) { store(p, x); }
+  static void stream_bf16(void* p, F a, F b) {
+    store_bf16(p, a);
+    store_bf16(static_cast<unsigned char*>(p) + 2 * kLanes, b);
+  }
+  static void publish() {}
   static void store_f16(void* p, F x) {
     vst1_u16(static_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(x)));
   }
@@ -117,6 +127,7 @@ struct NeonF32 {
   static constexpr int kUnit = 1;
   static constexpr double kFlops = 8.0;
   static constexpr bool kFetchesAhead = true;
+  static constexpr int kChains = 16;  // of stream_tile-inl.h
   using V = NeonVec;
   using F = float32x4_t;
   using P = float32x4_t;
@@ -128,6 +139,14 @@ struct NeonF32 {
   static F mac(F acc, P a, P b) { return vfmaq_f32(acc, a, b); }
   static void opaque(P& p) { asm volatile("" : "+w"(p)); }
   static void keep(F& f) { asm volatile("" : "+w"(f)); }
+
+  // One row's gradients are its units, in both forms.
+  static void units_of_columns(const F* g, F* units) {
+    for (int j = 0; j < kVecs; ++j) units[j] = g[j];
+  }
+  static void units_of_rows(const F (*rows)[kVecs], F* units) {
+    for (int j = 0; j < kVecs; ++j) units[j] = rows[0][j];
+  }
 };
 
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
@@ -139,6 +158,7 @@ struct NeonBf16Dot {
   static constexpr int kUnit = 2;
   static constexpr double kFlops = 16.0;
   static constexpr bool kFetchesAhead = true;
+  static constexpr int kChains = 16;  // of stream_tile-inl.h
   using V = NeonVec;
   using F = float32x4_t;
   using P = bfloat16x8_t;
@@ -150,6 +170,25 @@ struct NeonBf16Dot {
   static F mac(F acc, P a, P b) { return vbfdotq_f32(acc, a, b); }
   static void opaque(P& p) { asm volatile("" : "+w"(p)); }
   static void keep(F& f) { asm volatile("" : "+w"(f)); }
+
+  // Columns 2 u and 2 u + 1 of a row make its unit u.
+  static void units_of_columns(const F* g, F* units) {
+    for (int j = 0; j < kVecs / 2; ++j) {
+      uint16_t halves[8];
+      NeonVec::store_bf16(halves, g[2 * j]);
+      NeonVec::store_bf16(halves + 4, g[2 * j + 1]);
+      units[j] = vreinterpretq_f32_u16(vld1q_u16(halves));
+    }
+  }
+  // Column c of two rows makes unit c.
+  static void units_of_rows(const F (*rows)[kVecs / 2], F* units) {
+    for (int j = 0; j < kVecs / 2; ++j) {
+      const uint16x8_t a = vreinterpretq_u16_f32(rows[0][j]);
+      const uint16x8_t b = vreinterpretq_u16_f32(rows[1][j]);
+      units[2 * j] = vreinterpretq_f32_u16(vzip1q_u16(a, b));
+      units[2 * j + 1] = vreinterpretq_f32_u16(vzip2q_u16(a, b));
+    }
+  }
 
   template <logitless::cpu::PackSource kSource>
   static F load_units(const void* p) {

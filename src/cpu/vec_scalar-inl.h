@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/constants.h"
 #include "cpu/kernels.h"
 
 namespace {
@@ -26,11 +27,16 @@ struct ScalarVec {
   static F max_keep_nan(F a, F b) { return a != a || b != b ? a + b : max(a, b); }
   static float reduce_max(F a) { return a; }
   static float reduce_add(F a) { return a; }
-  static F clamp_keep_nan(F x, float lo, float hi) { return x < lo ? lo : (x > hi ? hi : x); }
+  template <bool kNonPositive>
+  static F exp_argument(F x) {
+    const F least = x < logitless::cpu::kExpLeast ? logitless::cpu::kExpLeast : x;
+    if constexpr (kNonPositive) return least;
+    return least > logitless::cpu::kExpMost ? logitless::cpu::kExpMost : least;
+  }
 
   // p * 2^n in two steps: the first is exact, so there is one rounding. n stands in the low bits of
   // `shifted` (exp-inl.h), where a NaN is an odd number and not an undefined conversion.
-  static F scale_by_power_of_two(F p, F, F shifted) {
+  static F exp_result(F p, F, F shifted, F) {
     const int32_t whole =
         __builtin_bit_cast(int32_t, shifted) - __builtin_bit_cast(int32_t, 0x1.8p23f);
     const int32_t half = whole >> 1;
@@ -56,6 +62,12 @@ struct ScalarVec {
   static void store_bf16(void* p, F x) {
     *static_cast<logitless::bfloat16*>(p) = logitless::bfloat16(x);
   }
+  static void stream(float* p, F x) { store(p, x); }
+  static void stream_bf16(void* p, F a, F b) {
+    store_bf16(p, a);
+    store_bf16(static_cast<unsigned char*>(p) + 2, b);
+  }
+  static void publish() {}
   static void store_f16(void* p, F x) {
     *static_cast<logitless::float16*>(p) = logitless::float16(x);
   }
@@ -80,6 +92,7 @@ struct ScalarF32 {
   static constexpr int kUnit = 1;
   static constexpr double kFlops = 2.0;
   static constexpr bool kFetchesAhead = false;
+  static constexpr int kChains = 8;  // of stream_tile-inl.h
   using V = ScalarVec;
   using F = float;
   using P = float;
@@ -91,6 +104,14 @@ struct ScalarF32 {
   static F mac(F acc, P a, P b) { return acc + a * b; }
   static void opaque(P& p) { asm volatile("" : "+m"(p)); }
   static void keep(F& f) { asm volatile("" : "+m"(f)); }
+
+  // One row's gradients are its units, in both forms.
+  static void units_of_columns(const F* g, F* units) {
+    for (int j = 0; j < kVecs; ++j) units[j] = g[j];
+  }
+  static void units_of_rows(const F (*rows)[kVecs], F* units) {
+    for (int j = 0; j < kVecs; ++j) units[j] = rows[0][j];
+  }
 };
 
 }  // namespace

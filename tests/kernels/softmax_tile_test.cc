@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everything between a tile of logits and a tile of grad_logits, at its edges.
+// The statistics of tiles of logits, at their edges.
 #include <cmath>
 #include <limits>
 
@@ -7,9 +7,6 @@
 
 namespace logitless {
 namespace {
-
-using cpu::GradRow;
-using cpu::GradTileOptions;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
@@ -117,86 +114,6 @@ TEST_P(SoftmaxTile, PartsBelowHalfAnUlpAllCount) {
   const float part_sum = 0x1p-26f;
   for (int i = 0; i < 512; ++i) kernels().merge_rows(&max, &sum, &low, &part_max, &part_sum, 1);
   EXPECT_EQ(sum + low, 1.0f + 512 * 0x1p-26f);
-}
-
-TEST_P(SoftmaxTile, GradTileFollowsItsFormula) {
-  Random random(10);
-  for (const bool given : {false, true}) {
-    for (const bool with_lse : {false, true}) {
-      std::vector<float> tile(2 * kNr);
-      for (float& x : tile) x = given ? std::fabs(random.uniform()) : 3.0f * random.uniform();
-      const std::vector<float> before = tile;
-      GradRow rows[2] = {};
-      rows[0] = {.max = 2.5f,
-                 .inv_sum = 0.25f,
-                 .grad = 0.7f,
-                 .grad_lse = -0.3f,
-                 .f16_scale = 1,
-                 .f16_unscale = 1,
-                 .target = 1000 + 9,
-                 .round_logits = false};
-      rows[1] = rows[0];
-      rows[1].target = -1;
-      kernels().grad_tile(tile.data(), 2, kNr, 1000, rows,
-                          GradTileOptions{.softmax_given = given,
-                                          .has_grad_lse = with_lse,
-                                          .round_logits_to = DType::bf16,
-                                          .round_to_f16 = false});
-      for (int r = 0; r < 2; ++r) {
-        for (int c = 0; c < kNr; ++c) {
-          const double x = before[static_cast<size_t>(r * kNr + c)];
-          const double p = given ? x : std::exp(x - 2.5) * 0.25;
-          const double one_hot = r == 0 && c == 9 ? 1.0 : 0.0;
-          const double want = (p - one_hot) * static_cast<double>(0.7f) +
-                              (with_lse ? p * static_cast<double>(-0.3f) : 0.0);
-          EXPECT_NEAR(tile[static_cast<size_t>(r * kNr + c)], want, 8 * 0x1p-24 * (p + one_hot))
-              << given << with_lse << " at " << r << ", " << c;
-        }
-      }
-    }
-  }
-}
-
-TEST_P(SoftmaxTile, RowsAreRoundedOnlyWhereAsked) {
-  GradRow rows[2] = {};
-  rows[0] = {.max = 0,
-             .inv_sum = 1,
-             .grad = 1,
-             .grad_lse = 0,
-             .f16_scale = 1,
-             .f16_unscale = 1,
-             .target = -1,
-             .round_logits = true};
-  rows[1] = rows[0];
-  rows[1].round_logits = false;
-  std::vector<float> tile(2 * kNr, -0.3337f);
-  kernels().grad_tile(tile.data(), 2, kNr, 0, rows,
-                      GradTileOptions{.softmax_given = false,
-                                      .has_grad_lse = false,
-                                      .round_logits_to = DType::bf16,
-                                      .round_to_f16 = false});
-  const double rounded = static_cast<double>(static_cast<float>(bfloat16(-0.3337f)));
-  EXPECT_NEAR(tile[0], std::exp(rounded), 4 * 0x1p-24);
-  EXPECT_NEAR(tile[kNr], std::exp(static_cast<double>(-0.3337f)), 4 * 0x1p-24);
-}
-
-TEST_P(SoftmaxTile, Fp16RowsAreRoundedInTheirOwnScale) {
-  // grad = 2^-40: the product would be 0 in fp16; scaled to [1, 2) it keeps 11 bits.
-  GradRow row{.max = 0,
-              .inv_sum = 1,
-              .grad = 0x1p-40f,
-              .grad_lse = 0,
-              .f16_scale = 0x1p40f,
-              .f16_unscale = 0x1p-40f,
-              .target = -1,
-              .round_logits = false};
-  std::vector<float> tile(kNr, 0.3f);
-  kernels().grad_tile(tile.data(), 1, kNr, 0, &row,
-                      GradTileOptions{.softmax_given = true,
-                                      .has_grad_lse = false,
-                                      .round_logits_to = DType::f16,
-                                      .round_to_f16 = true});
-  EXPECT_EQ(tile[0], static_cast<float>(float16(0.3f)) * 0x1p-40f);
 }
 
 LOGITLESS_PER_ISA(SoftmaxTile);

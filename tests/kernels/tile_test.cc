@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The register tile against double, and the order of its sums.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -110,6 +111,61 @@ TEST_P(Tile, ARowHasTheSameBitsInATileOfAnySize) {
     for (int rows = 1; rows < g->mr; rows += rows == 1 ? 1 : 2) {
       g->tile(rows, p.packed_a.data.get(), p.packed_b.data.get(), p.units(), p.out(), false, {});
       ASSERT_EQ(std::memcmp(first.data(), p.out(), n * sizeof(float)), 0) << rows;
+    }
+  }
+}
+
+// Few tokens: weight rows unpacked, tokens in the lanes. Rows lie 4 KiB apart now and then, and
+// depths end inside a unit, a vector and a copied block.
+TEST_P(Tile, StreamedRowsHaveTheBitsOfTheTile) {
+  Random random(9);
+  for (const GemmKernels* g : families()) {
+    const PackSource source = g->k_unit == 2 ? PackSource::f32_as_bf16 : PackSource::f32;
+    for (const int k : {0, 1, 2, 31, 64, 127, 256, 300, 1024}) {
+      for (int vectors = 1; vectors <= 4; ++vectors) {
+        const int rows = g->stream_rows[vectors - 1];
+        const int width = vectors * g->lanes;
+        const int64_t units = (k + g->k_unit - 1) / g->k_unit;
+        std::vector<float> weight(static_cast<size_t>(rows * k));
+        std::vector<float> tokens(static_cast<size_t>(width * k));
+        for (float& x : weight) x = random.uniform();
+        for (float& x : tokens) x = random.uniform();
+        std::vector<const void*> weight_rows, token_rows;
+        for (int i = 0; i < rows; ++i) weight_rows.push_back(weight.data() + i * k);
+        for (int i = 0; i < width; ++i) token_rows.push_back(tokens.data() + i * k);
+        const Aligned panel(static_cast<size_t>((units + 1) * width));
+        const Aligned c(static_cast<size_t>(rows * width));
+        const Aligned a(static_cast<size_t>((units + 1) * g->mr));
+        const Aligned b(static_cast<size_t>((units + 1) * g->nr));
+        const Aligned tile(static_cast<size_t>(g->mr * g->nr));
+        g->pack_rows(source, token_rows.data(), width, width, k, panel.data.get());
+        std::fill_n(c.data.get(), rows * width, std::nanf(""));
+        g->stream(source, weight_rows.data(), k, panel.data.get(), width, c.data.get(), false, {});
+        for (int token = 0; token < width; ++token) {
+          g->pack_rows(source, token_rows.data() + token, 1, g->mr, k, a.data.get());
+          for (int v0 = 0; v0 < rows; v0 += g->nr) {
+            const int count = std::min(g->nr, rows - v0);
+            g->pack_rows(source, weight_rows.data() + v0, count, g->nr, k, b.data.get());
+            g->tile(1, a.data.get(), b.data.get(), units, tile.data.get(), false, {});
+            for (int v = 0; v < count; ++v) {
+              ASSERT_EQ(c.data.get()[(v0 + v) * width + token], tile.data.get()[v])
+                  << "k " << k << " width " << width << " token " << token << " row " << v0 + v;
+            }
+          }
+        }
+        // Cut where a unit ends, the sum goes on.
+        const int64_t cut = units / 3;
+        if (cut == 0) continue;
+        const std::vector<float> whole(c.data.get(), c.data.get() + rows * width);
+        g->stream(source, weight_rows.data(), cut * g->k_unit, panel.data.get(), width,
+                  c.data.get(), false, {});
+        for (const void*& row : weight_rows) {
+          row = static_cast<const float*>(row) + cut * g->k_unit;
+        }
+        g->stream(source, weight_rows.data(), k - cut * g->k_unit, panel.data.get() + cut * width,
+                  width, c.data.get(), true, {});
+        ASSERT_EQ(std::memcmp(whole.data(), c.data.get(), whole.size() * sizeof(float)), 0);
+      }
     }
   }
 }
