@@ -473,8 +473,14 @@ torch.library.register_autograd(
 )
 
 
-def _refuse(ctx: Any, *_: Any) -> Any:
-    raise RuntimeError(_TWICE)
+def _backward_autograd(*arguments: Any) -> Any:
+    # By hand, since torch 2.4's register_autograd does not work under torch.func.
+    with torch._C._AutoDispatchBelowAutograd():
+        gradients = torch.ops.logitless.linear_cross_entropy_backward.default(*arguments)
+    tensors = tuple(a for a in arguments if isinstance(a, Tensor))
+    if any(t.requires_grad for t in tensors):
+        return refuse_double_backward(tensors, gradients)
+    return gradients
 
 
-torch.library.register_autograd("logitless::linear_cross_entropy_backward", _refuse, lib=_lib)
+_lib.impl("linear_cross_entropy_backward", _backward_autograd, "Autograd")
