@@ -115,7 +115,6 @@ class Contender:
         self.case, self.options, self.loss = case, options, None
         self.input = case.input.detach().requires_grad_()
         self.weight = case.weight.detach().requires_grad_()
-        self.outputs = None  # of the caller, if the contender takes them
 
     def call(self, op):
         getattr(self, op)()
