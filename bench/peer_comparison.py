@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -58,6 +59,14 @@ class Worker:
             )
         except OSError as e:
             raise Failure(f"cannot start {command[0]}: {e.strerror}") from e
+        self.spare_the_machine()
+
+    def spare_the_machine(self):
+        """Rather than drive the system out of memory, an allocation fails."""
+        limit = max(memory_available() - GIB // 2, GIB)
+        with contextlib.suppress(OSError):
+            resource.prlimit(self.process.pid, resource.RLIMIT_DATA, (limit, limit))
+            Path(f"/proc/{self.process.pid}/oom_score_adj").write_text("1000")
 
     def ask(self, do, **arguments):
         try:
@@ -76,7 +85,8 @@ class Worker:
     def obituary(self, do):
         code = self.process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-        how += " (out of memory?)" if code == -9 else ""
+        # Not everything in PyTorch survives an allocation that fails.
+        how += " (out of memory?)" if code in (-6, -9, -11) else ""
         self.said.seek(0)
         last = self.said.read().strip().splitlines()[-1:]
         return f"{self.name} {how} when told to {do}" + "".join(f": {line}" for line in last)
@@ -119,18 +129,6 @@ def memory_available():
     raise Failure("/proc/meminfo has no MemAvailable")
 
 
-def groups_of(sizes, budget):
-    """Cuts {key: bytes} in order into groups that fit `budget`, each with one member at least."""
-    groups, used = [], 0
-    for key, size in sizes.items():
-        if not groups or used + size > budget:
-            groups.append([])
-            used = 0
-        groups[-1].append(key)
-        used += size
-    return groups
-
-
 @dataclasses.dataclass
 class Probe:
     """What is known of a contender before it is timed, each from a fresh process."""
@@ -141,9 +139,6 @@ class Probe:
     prepared: dict = dataclasses.field(default_factory=dict)  # by section, as the others
     memory: dict = dataclasses.field(default_factory=dict)
     errors: dict = dataclasses.field(default_factory=dict)
-
-    def most_memory(self):
-        return max((bytes or 0 for bytes in self.memory.values()), default=0)
 
 
 class CpuClock:
@@ -317,72 +312,91 @@ class Comparison:
 
     def race(self, probes):
         """In as few groups as memory allows, ours in each."""
-        ours = self.held + probes[self.ours.key].most_memory() + GIB // 4
-        budget = memory_available() - GIB - ours  # a GiB stays free
-        sizes = {}
-        for key, probe in probes.items():
-            size = int(self.held + 1.25 * probe.most_memory() + GIB // 2)
-            if key == self.ours.key:
-                continue
-            if size > budget:
-                self.give_up(
-                    probe.contender,
-                    f"needs {bytes_text(size)} of memory beside ours, "
-                    f"{bytes_text(max(budget, 0))} are available",
-                )
-            else:
-                sizes[key] = size
-        groups = groups_of(sizes, budget) or [[]]
-        self.result.update(groups=groups, peaks=[])
+        self.result.update(groups=[], peaks=[])
         self.result["noise"] = {"starved": 0.0, "idle": 0.0, "idle_of": ""}
-        for number, group in enumerate(groups):
-            members = [probes[key] for key in (self.ours.key, *group)]
-            self.race_group(members, number)
+        ours = probes.pop(self.ours.key)
+        pending = list(probes.values())
+        while pending or not self.result["groups"]:
+            self.race_group(ours, pending)
 
-    def race_group(self, probes, number):
-        workers, seconds = {}, {}
+    def room_for(self, probe):
+        """Whether its timed worker may start now; why not, if it may not."""
+        # PyTorch's keep what they free in one heap: 2.3 times their peak was seen.
+        factor = 1.0 if probe.contender.ours else 2.5
+        most = max((bytes or 0 for bytes in probe.memory.values()), default=0)
+        need = int(self.held + factor * most + GIB // 2)
+        have = max(memory_available() - GIB, 0)  # a GiB stays free
+        if need <= have:
+            return ""
+        return f"needs {bytes_text(need)} of memory beside ours, {bytes_text(have)} are available"
+
+    def race_group(self, ours, pending):
+        """Takes as many of `pending` as fit beside ours; one that never will is given up."""
+        number, group, seconds = len(self.result["groups"]), [], {}
+        workers = {}
+
+        def start(probe):
+            c = probe.contender
+            self.say(f"{c.label}: warming up")
+            workers[c.key] = self.start(c, timed=True)
+            try:
+                self.warm_up(workers[c.key], c)
+            except Failure as e:
+                drop(c, e)
+            else:
+                group.append(probe)
 
         def drop(contender, why):
             self.give_up(contender, why)
             workers.pop(contender.key).close()
 
         try:
-            for probe in probes:
-                c = probe.contender
-                self.say(f"{c.label}: warming up")
-                workers[c.key] = self.start(c, timed=True)
-                try:
-                    self.warm_up(workers[c.key], c)
-                except Failure as e:
-                    drop(c, e)
-            peaks = [workers[self.ours.key].ask("peak")["flops_per_second"] for _ in range(2)]
-            clock = CpuClock(workers)
-            for turn in range(self.arguments.rounds):
-                self.say(f"round {turn + 1} of {self.arguments.rounds}")
-                for section in SECTIONS:
-                    racing = [p.contender for p in probes if section in p.contender.ops]
-                    racing = [c for c in racing if c.key in workers]
-                    first = turn % len(racing)  # nobody always follows the same neighbour
-                    for c in racing[first:] + racing[:first]:
-                        time.sleep(self.arguments.pause)
-                        try:
-                            with clock.turn_of(c.key):
-                                reply = workers[c.key].ask("run", op=c.ops[section])
-                        except Failure as e:
-                            drop(c, e)
-                            continue
-                        timed = seconds.setdefault((c.key, section), ([], []))
-                        timed[0].append(reply["seconds"])
-                        timed[1].append(clock.last)
-            peaks.append(workers[self.ours.key].ask("peak")["flops_per_second"])
-            self.note_noise(clock)
+            start(ours)
+            while pending:
+                why_not = self.room_for(pending[0])
+                if why_not:
+                    if len(group) == 1:
+                        self.give_up(pending.pop(0).contender, why_not)
+                    break
+                start(pending.pop(0))
+            if len(group) == 1 and (pending or number > 0):
+                return  # nobody to compare with here, and others to come or gone before
+            peaks = self.rounds(group, workers, seconds, drop)
         finally:
             for worker in workers.values():
                 worker.close()
+        self.result["groups"].append([p.contender.key for p in group[1:]])
         self.result["peaks"] += peaks
-        for probe in probes:
+        for probe in group:
             if probe.contender.key in workers:
                 self.enter(probe, number, seconds, max(peaks))
+
+    def rounds(self, group, workers, seconds, drop):
+        """Fills seconds: {(key, section): ([seconds], [CPU seconds])}; returns peaks, flop/s."""
+        ours = workers[self.ours.key]
+        ours.ask("peak")  # a first one wakes the clock up
+        peaks = [ours.ask("peak")["flops_per_second"]]
+        clock = CpuClock(workers)
+        for turn in range(self.arguments.rounds):
+            self.say(f"round {turn + 1} of {self.arguments.rounds}")
+            for section in SECTIONS:
+                racing = [p.contender for p in group if section in p.contender.ops]
+                racing = [c for c in racing if c.key in workers]
+                first = turn % len(racing)  # nobody always follows the same neighbour
+                for c in racing[first:] + racing[:first]:
+                    time.sleep(self.arguments.pause)
+                    try:
+                        with clock.turn_of(c.key):
+                            reply = workers[c.key].ask("run", op=c.ops[section])
+                    except Failure as e:
+                        drop(c, e)
+                        continue
+                    timed = seconds.setdefault((c.key, section), ([], []))
+                    timed[0].append(reply["seconds"])
+                    timed[1].append(clock.last)
+        peaks.append(ours.ask("peak")["flops_per_second"])
+        self.note_noise(clock)
+        return peaks
 
     def warm_up(self, worker, contender):
         """Twice each: threads, compiled code, memory that malloc keeps."""

@@ -80,13 +80,6 @@ class Words(unittest.TestCase):
             with self.assertRaisesRegex(comparison.Failure, "--shape is '" + bad):
                 peers.parse_shape(bad)
 
-    def test_groups_fit_the_budget_in_order(self):
-        self.assertEqual(
-            comparison.groups_of({"a": 3, "b": 4, "c": 5, "d": 1}, 8), [["a", "b"], ["c", "d"]]
-        )
-        self.assertEqual(comparison.groups_of({"a": 9, "b": 1}, 8), [["a"], ["b"]])
-        self.assertEqual(comparison.groups_of({}, 8), [])
-
     def test_every_option_of_linear_cross_entropy_is_tried_and_named(self):
         tried = contenders.linear_cross_entropy_tunings()
         self.assertEqual(len({json.dumps(t) for t in tried}), 9)
@@ -465,30 +458,46 @@ class WholeComparison(unittest.TestCase):
         self.assertEqual((code, err), (0, ""))
         self.assertIn("mm left out: needs", out)
         self.assertNotIn("bare products", out)
-        # Room for one at a time: each in a group of its own, ours in every one.
+
+    def test_what_does_not_fit_together_runs_in_groups(self):
+        running = []
+
+        class Counted(comparison.Worker):
+            def __init__(self, *arguments):
+                super().__init__(*arguments)
+                running.append(self)
+
+            def close(self):
+                running.remove(self)
+                super().close()
+
+        # Each worker takes half a GiB: two peers beside ours.
+        def available():
+            return int(2.8 * report.GIB) - len(running) * report.GIB // 2
+
         measured = Path(self.folder.name) / "measured.json"
-        with unittest.mock.patch.object(
-            comparison, "memory_available", return_value=int(1.9 * report.GIB)
+        with (
+            unittest.mock.patch.object(comparison, "Worker", Counted),
+            unittest.mock.patch.object(comparison, "memory_available", available),
         ):
-            code, out, err = self.run_peers(*run, "--json", str(measured))
-        self.assertEqual((code, err), (0, ""))
+            code, out, err = self.run_peers(
+                "--python", str(self.python), "--shape", "8,64,32", "--rounds", "1",
+                "--threads", "1", "--json", str(measured),
+            )  # fmt: skip
+        self.assertEqual((code, err, running), (0, "", []))
         [case] = json.loads(measured.read_text())["cases"]
         self.assertEqual(
             case["groups"],
             [
-                ["logitless-recompute"],
-                ["eager-bf16"],
-                ["eager-fp32"],
-                ["compile-bf16"],
-                ["compile-fp32"],
-                ["linear_cross_entropy"],
-                ["logitless.torch"],
+                ["logitless-recompute", "eager-bf16"],
+                ["compile-bf16", "compile-fp32"],
+                ["linear_cross_entropy", "logitless.torch"],
                 ["mm"],
             ],
         )
-        self.assertIn("logitless#7", case["contenders"])
+        self.assertIn("logitless#3", case["contenders"])
         self.assertEqual(out.count("\nLogitless  "), 3)  # of the first group, once a table
-        self.assertIn("8 groups", out)
+        self.assertIn("4 groups", out)
 
 
 if __name__ == "__main__":
