@@ -59,14 +59,12 @@ class Worker:
             )
         except OSError as e:
             raise Failure(f"cannot start {command[0]}: {e.strerror}") from e
-        self.spare_the_machine()
 
-    def spare_the_machine(self):
+    def limit_memory(self):
         """Rather than drive the system out of memory, an allocation fails."""
         limit = max(memory_available() - GIB // 2, GIB)
         with contextlib.suppress(OSError):
             resource.prlimit(self.process.pid, resource.RLIMIT_DATA, (limit, limit))
-            Path(f"/proc/{self.process.pid}/oom_score_adj").write_text("1000")
 
     def ask(self, do, **arguments):
         try:
@@ -209,7 +207,9 @@ class Comparison:
         environment["CUDA_VISIBLE_DEVICES"] = ""
         if timed:
             environment.update(KEEP_FREED_MEMORY)
-        return Worker([contender.python, str(HERE / "peer_torch.py")], environment)
+        worker = Worker([contender.python, str(HERE / "peer_torch.py")], environment)
+        worker.limit_memory()
+        return worker
 
     def load(self, worker):
         return worker.ask(
