@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cli/failure.h"
+#include "logitless/machine.h"
 
 namespace logitless::cli {
 namespace {
@@ -39,6 +40,7 @@ std::span<std::byte> Workspace::get(int64_t bytes) {
   if (buffer_.size() < bytes) {
     buffer_ = Buffer();
     buffer_ = Buffer(bytes);
+    prefer_huge_pages(buffer_.span());
   }
   return buffer_.span();
 }

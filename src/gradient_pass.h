@@ -280,13 +280,12 @@ class GradientPass {
             b_panels + (next.b * g_.nr + next.part * step / 4) * k_units, step};
   }
 
-  // Calls tile(a, b, next) for this member's share of the panels. All tiles stand in one line,
+  // Calls tile(a, b, next) for a member's share of the panels. All tiles stand in one line,
   // group by group of A panels, within a group one B panel after the other; a share is a stretch of
   // it, so shares differ by one tile at most, for any number of threads.
   template <class Tile>
-  void for_tiles(const Team& team, int64_t a_panels, int64_t b_panels, int64_t group,
+  void for_tiles(const Range& mine, int64_t a_panels, int64_t b_panels, int64_t group,
                  const Tile& tile) {
-    const Range mine = team.part(a_panels * b_panels);
     int64_t i = mine.begin;
     while (i < mine.end && !stop_.requested()) {
       const int64_t a0 = i / (group * b_panels) * group;
@@ -317,7 +316,8 @@ class GradientPass {
     float* tile = scratch(team);
     // Given or held, they are read along their rows.
     const int64_t group = recompute() ? group_of(h_units_ * g_.mr * 4) : 1;
-    for_tiles(team, panels.count, ceil_div(cell.columns, g_.nr), group,
+    const int64_t v_panels = ceil_div(cell.columns, g_.nr);
+    for_tiles(team.part(panels.count * v_panels), panels.count, v_panels, group,
               [&](int64_t a, int64_t b, const Next& next) {
                 grad_tile(panels, cell, options, tile, a, b, next);
               });
@@ -443,8 +443,8 @@ class GradientPass {
     float* transposed = scratch(team) + wide * g_.nr;
     const float* a_panels = region<float>(p_.input_cols);
     const float* b_panels = region<float>(p_.grad_cols);
-    for_tiles(team, panels.count, v_panels, group_of(units * g_.mr * 4),
-              [&](int64_t a, int64_t b, const Next& next) {
+    for_tiles(team.part(panels.count * v_panels), panels.count, v_panels,
+              group_of(units * g_.mr * 4), [&](int64_t a, int64_t b, const Next& next) {
                 const int64_t h0 = panels.begin(a);
                 const int rows = panels.size(a);
                 const int64_t v0 = cell.v0 + b * g_.nr;
@@ -495,8 +495,8 @@ class GradientPass {
     const float* a_panels = region<float>(p_.grad_rows);
     const float* b_panels = region<float>(p_.weight_cols);
     for_tiles(
-        team, panels.count, h_panels, group_of(units * g_.mr * 4),
-        [&](int64_t a, int64_t b, const Next& next) {
+        team.part_from_end(panels.count * h_panels), panels.count, h_panels,
+        group_of(units * g_.mr * 4), [&](int64_t a, int64_t b, const Next& next) {
           const int64_t row0 = panels.begin(a);
           const int rows = panels.size(a);
           const int64_t h0 = b * g_.nr;

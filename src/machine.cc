@@ -2,6 +2,7 @@
 #include "logitless/machine.h"
 
 #include <sched.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -227,6 +228,18 @@ double measure_clock_hz(double seconds) {
     adds += 400000;
   }
   return static_cast<double>(adds) / (end - begin);
+}
+
+void prefer_huge_pages(std::span<std::byte> memory) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  const auto address = reinterpret_cast<uintptr_t>(memory.data());
+  const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (address + memory.size()) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  static_cast<void>(memory);
+#endif
 }
 
 double measure_read_bandwidth(int threads, double seconds) {

@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "cpu/constants.h"
+#include "team.h"
 
 namespace logitless {
 inline namespace LOGITLESS_ABI_NAMESPACE {
@@ -310,26 +311,46 @@ int64_t lay_out(GradientPlanData& p) {
 
 namespace {
 
-// The idle share of each step of a full cell.
-std::string idle_text(const GradientPlanData& p) {
+struct IdleShares {
+  double grad_logits = 0;
+  double products = 0;  // grad_weight and grad_input, with no barrier in between
+};
+
+// Of a full cell. Tiles of the two products are shared out from opposite ends of the team, so that
+// the members with one more of one have one less of the other.
+IdleShares idle_shares(const GradientPlanData& p) {
   const cpu::GemmKernels& g = *p.target.gemm;
-  const int64_t token_panels = ceil_div(std::min(p.token_chunk, p.shape.BT), g.mr);
-  const int64_t vocab_panels = ceil_div(std::min(p.vocab_chunk, p.shape.V), g.nr);
-  std::string text = "  idle: grad_logits " +
-                     percent_text(idle_share(token_panels * vocab_panels, p.target.threads));
-  if (p.types.grad_weight) {
-    text += ", grad_weight " +
-            percent_text(idle_share(ceil_div(p.shape.H, g.mr) * vocab_panels, p.target.threads));
+  const int64_t threads = p.target.threads;
+  const int64_t tokens = std::min(p.token_chunk, p.shape.BT);
+  const int64_t columns = std::min(p.vocab_chunk, p.shape.V);
+  const int64_t token_panels = ceil_div(tokens, g.mr);
+  const int64_t vocab_panels = ceil_div(columns, g.nr);
+  IdleShares idle;
+  idle.grad_logits = idle_share(token_panels * vocab_panels, threads);
+  const int64_t tiles_w = p.types.grad_weight ? ceil_div(p.shape.H, g.mr) * vocab_panels : 0;
+  const int64_t tiles_i = p.types.grad_input ? token_panels * ceil_div(p.shape.H, g.nr) : 0;
+  const auto depth_w = static_cast<double>(tokens);
+  const auto depth_i = static_cast<double>(columns);
+  const auto work = static_cast<double>(tiles_w) * depth_w + static_cast<double>(tiles_i) * depth_i;
+  double longest = 0;
+  for (int64_t i = 0; i < threads; ++i) {
+    longest =
+        std::max(longest, static_cast<double>(split(tiles_w, threads, i).size()) * depth_w +
+                              static_cast<double>(split(tiles_i, threads, threads - 1 - i).size()) *
+                                  depth_i);
   }
-  if (p.types.grad_input) {
-    text += ", grad_input " +
-            percent_text(idle_share(token_panels * ceil_div(p.shape.H, g.nr), p.target.threads));
-  }
-  return text + "\n";
+  if (longest > 0) idle.products = 1 - work / (longest * static_cast<double>(threads));
+  return idle;
+}
+
+std::string idle_text(const GradientPlanData& p) {
+  const IdleShares idle = idle_shares(p);
+  return "  idle: grad_logits " + percent_text(idle.grad_logits) + ", products " +
+         percent_text(idle.products) + "\n";
 }
 
 // Estimated cycles of one thread's share, products left out (they are the same for every plan):
-// packing, accumulators moving in and out, barriers.
+// packing, accumulators moving in and out, barriers, and waiting for the slowest member.
 double overhead_cycles(const GradientPlanData& p) {
   const auto BT = static_cast<double>(p.shape.BT);
   const auto V = static_cast<double>(p.shape.V);
@@ -354,7 +375,12 @@ double overhead_cycles(const GradientPlanData& p) {
   };
   const double tiles = BT * H * v_chunks * traffic(p.grad_input_accumulator) +
                        V * H * t_chunks * traffic(p.grad_weight_accumulator);
-  return (pack_weight + pack_input + tiles) / p.target.threads + v_chunks * t_chunks * kBarriers;
+  const IdleShares idle = idle_shares(p);
+  const double product = BT * V * H / (32.0 * p.target.gemm->k_unit);
+  const double waiting = product * (recompute ? idle.grad_logits / (1 - idle.grad_logits) : 0) +
+                         product * (want_input + want_weight) * idle.products / (1 - idle.products);
+  return (pack_weight + pack_input + tiles + waiting) / p.target.threads +
+         v_chunks * t_chunks * kBarriers;
 }
 
 std::vector<int64_t> chunk_sizes(int64_t n, int64_t unit, std::initializer_list<int64_t> wanted) {
@@ -382,7 +408,8 @@ Result<void> choose_schedule(GradientPlanData& p, const PlanOptions& options) {
   }
   // More than about 2,000 columns or 16,384 tokens at a time bring nothing that the model sees.
   const auto vocab_sizes =
-      chunk_sizes(V, g.nr, {2240, 1792, 1344, 896, 672, 448, 320, 224, 160, 96, 64, 32, 16, 8});
+      chunk_sizes(V, g.nr, {2560, 2400, 2240, 2100, 1960, 1792, 1600, 1344, 1120, 896,
+                            672,  448,  320,  224,  160,  96,   64,   32,   16,   8});
   const auto token_sizes =
       chunk_sizes(BT, g.mr % 2 == 0 ? g.mr : 2 * g.mr,
                   {int64_t{1} << 48, 16384, 8192, 4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8});
@@ -680,9 +707,9 @@ std::string ForwardPlan::describe() const {
           bytes_text(ceil_div(p.token_block, p.target.gemm->mr) * units * p.target.gemm->mr * 4) +
           ", weight " + bytes_text(p.chunk_segments * units * cpu::kSegmentColumns * 4) +
           ", tiles " + bytes_text(p.target.threads * p.tiles_stride) + "\n";
-  const int64_t panels = ceil_div(p.token_block, p.target.gemm->mr);
-  text += "  idle: " + percent_text(idle_share(p.chunk_segments * panels, p.target.threads)) +
-          " (" + std::to_string(p.chunk_segments * panels) + " units a chunk)\n";
+  const int64_t pieces = p.chunk_segments * ceil_div(p.token_block, p.target.gemm->mr);
+  text += "  idle: " + percent_text(idle_share(pieces, p.target.threads)) + " (" +
+          std::to_string(pieces) + " units a chunk)\n";
   return text;
 }
 

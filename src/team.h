@@ -45,6 +45,8 @@ class Team {
     }
   }
   Range part(int64_t n) const { return split(n, size_, rank_); }
+  // The same from the other end: whoever had one item more has one less.
+  Range part_from_end(int64_t n) const { return split(n, size_, size_ - 1 - rank_); }
 
  private:
   int rank_;

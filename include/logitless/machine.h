@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -56,6 +58,10 @@ LOGITLESS_API Result<double> measure_peak_flops(Isa isa, DType multiply, int thr
 LOGITLESS_API double flops_per_instruction(Isa isa, DType multiply);
 // Clock of the calling thread's core in Hz, from a chain of dependent additions.
 LOGITLESS_API double measure_clock_hz(double seconds);
+// Asks the system to back `memory`, a workspace or large operands, with huge pages, where it has
+// them and they are not forced on or off for everyone (Linux: madvise). Before the first touch. A
+// hint: nothing is read or written, and failing is silent. Measured: 1 to 2 % of a gradient.
+LOGITLESS_API void prefer_huge_pages(std::span<std::byte> memory);
 // Sum-reduction over a buffer far larger than the last cache, bytes/s over `threads` threads.
 LOGITLESS_API double measure_read_bandwidth(int threads, double seconds);
 

@@ -8,6 +8,8 @@
 #include <new>
 #include <set>
 
+#include "logitless/machine.h"
+
 namespace logitless::python {
 namespace {
 
@@ -48,6 +50,7 @@ class WorkspaceSlot {
       if (fresh == MAP_FAILED) throw std::bad_alloc();
       data_ = static_cast<std::byte*>(fresh);
       size_ = wanted;
+      prefer_huge_pages({data_, static_cast<size_t>(size_)});
     }
     in_use_ = true;
     return {data_, static_cast<size_t>(size_)};

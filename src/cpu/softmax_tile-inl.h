@@ -235,6 +235,11 @@ void store_values(logitless::DType type, const float* src, int64_t count, void* 
 template <class V>
 void store_transposed(logitless::DType type, const float* tile, int rows, int nr, int columns,
                       void* out, int64_t out_row_bytes) {
+  if constexpr (V::kTransposesHalves) {
+    if (type == logitless::DType::bf16 && nr == 32 && columns == nr && rows <= 16) {
+      return V::store_halves_transposed(tile, rows, out, out_row_bytes);
+    }
+  }
   const int64_t bytes = type == logitless::DType::f32 ? 4 : 2;
   for (int r0 = 0; r0 < rows; r0 += V::kLanes) {
     const int lanes = rows - r0 < V::kLanes ? rows - r0 : V::kLanes;

@@ -92,6 +92,7 @@ struct Avx2Vec {
     store_bf16(static_cast<unsigned char*>(p) + 2 * kLanes, b);
   }
   static void publish() { _mm_sfence(); }
+  static constexpr bool kTransposesHalves = false;
   static void store_f16(void* p, F x) {
     _mm_storeu_si128(static_cast<__m128i*>(p),
                      _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

@@ -112,6 +112,7 @@ struct Avx512Vec {
     _mm512_stream_si512(static_cast<__m512i*>(p), both);
   }
   static void publish() { _mm_sfence(); }
+  static constexpr bool kTransposesHalves = false;
   // 16 x 16 in registers, four stages of 16 shuffles.
   static void transpose(F* r) {
     F t[16];
@@ -183,13 +184,6 @@ struct Avx512F32 {
 
 #ifdef __AVX512BF16__
 
-struct Avx512Bf16Vec : Avx512Vec {
-  // One instruction rounds both; it takes subnormal values as 0.
-  static void stream_bf16(void* p, F a, F b) {
-    _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)_mm512_cvtne2ps_pbh(b, a));
-  }
-};
-
 // Element i of two vectors of 32 halves side by side: i of the first, 32 + i of the second.
 struct Interleave {
   uint16_t index[2][32];
@@ -203,6 +197,50 @@ constexpr Interleave interleave_indices() {
   return table;
 }
 
+struct Avx512Bf16Vec : Avx512Vec {
+  alignas(64) static constexpr Interleave kInterleave = interleave_indices();
+  // One instruction rounds both; it takes subnormal values as 0.
+  static void stream_bf16(void* p, F a, F b) {
+    _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  }
+  // Units [32 columns] of pairs of rows a, b of 32 halves each.
+  static void interleave(__m512i a, __m512i b, F* units) {
+    const __m512i low = _mm512_load_si512(kInterleave.index[0]);
+    const __m512i high = _mm512_load_si512(kInterleave.index[1]);
+    units[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, low, b));
+    units[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, high, b));
+  }
+
+  // tile [rows <= 16][32] -> 32 rows of `rows` bf16. Rounded first, so that pairs of rows are moved
+  // as units of 32 bits and one square of 16 holds the whole tile: a third of the instructions.
+  static constexpr bool kTransposesHalves = true;
+  static void store_halves_transposed(const float* tile, int rows, void* out,
+                                      int64_t out_row_bytes) {
+    F square[16];
+    for (int r = 0; r < 16; r += 2) {
+      __m512i halves[2];
+      for (int i = 0; i < 2; ++i) {
+        const float* x = tile + (r + i) * 32;
+        halves[i] = r + i < rows ? (__m512i)_mm512_cvtne2ps_pbh(load(x + 16), load(x))
+                                 : _mm512_setzero_si512();
+      }
+      F units[2];
+      interleave(halves[0], halves[1], units);
+      square[r / 2] = units[0];
+      square[8 + r / 2] = units[1];
+    }
+    transpose(square);  // row c: column c in the lower half, column 16 + c in the upper
+    auto* p = static_cast<unsigned char*>(out);
+    const auto mask = static_cast<__mmask16>((1u << rows) - 1u);
+    for (int c = 0; c < 16; ++c) {
+      const __m512i both = _mm512_castps_si512(square[c]);
+      _mm256_mask_storeu_epi16(p + c * out_row_bytes, mask, _mm512_castsi512_si256(both));
+      _mm256_mask_storeu_epi16(p + (16 + c) * out_row_bytes, mask,
+                               _mm512_extracti64x4_epi64(both, 1));
+    }
+  }
+};
+
 // The dot product treats subnormal inputs as zero and flushes subnormal results.
 struct Avx512Bf16Dot {
   static constexpr int kMr = 14;
@@ -210,7 +248,6 @@ struct Avx512Bf16Dot {
   static constexpr int kVecs = 2;
   static constexpr int kUnit = 2;
   static constexpr double kFlops = 64.0;
-  alignas(64) static constexpr Interleave kInterleave = interleave_indices();
   static constexpr bool kFetchesAhead = true;
   static constexpr int kChains = 16;  // of stream_tile-inl.h
   using V = Avx512Vec;
@@ -231,12 +268,8 @@ struct Avx512Bf16Dot {
   }
   // Column c of two rows makes unit c.
   static void units_of_rows(const F (*rows)[1], F* units) {
-    const __m512i a = _mm512_castps_si512(rows[0][0]);
-    const __m512i b = _mm512_castps_si512(rows[1][0]);
-    const __m512i low = _mm512_load_si512(kInterleave.index[0]);
-    const __m512i high = _mm512_load_si512(kInterleave.index[1]);
-    units[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, low, b));
-    units[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, high, b));
+    Avx512Bf16Vec::interleave(_mm512_castps_si512(rows[0][0]), _mm512_castps_si512(rows[1][0]),
+                              units);
   }
 
   // Units of kLanes * 2 consecutive elements.

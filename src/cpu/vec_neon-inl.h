@@ -82,6 +82,7 @@ struct NeonVec {
     store_bf16(static_cast<unsigned char*>(p) + 2 * kLanes, b);
   }
   static void publish() {}
+  static constexpr bool kTransposesHalves = false;
   static void store_f16(void* p, F x) {
     vst1_u16(static_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(x)));
   }

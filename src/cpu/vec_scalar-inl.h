@@ -68,6 +68,7 @@ struct ScalarVec {
     store_bf16(static_cast<unsigned char*>(p) + 2, b);
   }
   static void publish() {}
+  static constexpr bool kTransposesHalves = false;
   static void store_f16(void* p, F x) {
     *static_cast<logitless::float16*>(p) = logitless::float16(x);
   }
