@@ -286,6 +286,13 @@ class GradientPass {
   template <class Tile>
   void for_tiles(const Range& mine, int64_t a_panels, int64_t b_panels, int64_t group,
                  const Tile& tile) {
+    for_tiles(mine, a_panels, b_panels, group, tile, [](int64_t, int64_t, int64_t) {});
+  }
+  // The same; behind the last of the A panels [a0, a1) that follow each other on one B panel, b,
+  // comes done(a0, a1, b).
+  template <class Tile, class Done>
+  void for_tiles(const Range& mine, int64_t a_panels, int64_t b_panels, int64_t group,
+                 const Tile& tile, const Done& done) {
     int64_t i = mine.begin;
     while (i < mine.end && !stop_.requested()) {
       const int64_t a0 = i / (group * b_panels) * group;
@@ -302,6 +309,7 @@ class GradientPass {
              Next{more ? a0 + a + 1 : a_after, last ? 0 : b + 1, a, width,
                   more || last ? b : b + 1});
       }
+      done(a0 + first, a0 + end, b);
       i += end - first;
     }
   }
@@ -443,42 +451,66 @@ class GradientPass {
     float* transposed = scratch(team) + wide * g_.nr;
     const float* a_panels = region<float>(p_.input_cols);
     const float* b_panels = region<float>(p_.grad_cols);
-    for_tiles(team.part(panels.count * v_panels), panels.count, v_panels,
-              group_of(units * g_.mr * 4), [&](int64_t a, int64_t b, const Next& next) {
-                const int64_t h0 = panels.begin(a);
-                const int rows = panels.size(a);
-                const int64_t v0 = cell.v0 + b * g_.nr;
-                const int64_t columns = std::min<int64_t>(g_.nr, cell.columns - b * g_.nr);
-                float* c = step.accumulator == Accumulator::workspace
-                               ? step.tiles + (base + b * panels.count + a) * tile_floats
-                               : scratch(team);
-                add_tile(
-                    step, c, tile_floats, Panels::tile_rows(rows), a_panels + a * units * g_.mr,
-                    b_panels + b * units * g_.nr, units, ahead(next, a_panels, b_panels, units),
-                    [&](float* tile) {
-                      for (int64_t v = 0; v < columns; ++v) {
-                        load_row(k_, *out_.grad_weight, v0 + v, h0, rows, transposed + v * wide);
-                      }
-                      // wide columns become rows; the tile's buffer has only the real ones, so by
-                      // way of the scratch tile when it is an accumulator's.
-                      float* whole = scratch(team);
-                      k_.transpose(transposed, g_.nr, static_cast<int>(wide), whole, g_.nr);
-                      if (tile != whole) std::copy(whole, whole + rows * g_.nr, tile);
-                    },
-                    [&](const float* tile) {
-                      if (out_.grad_weight->col_stride == 1) {
-                        k_.store_transposed(
-                            out_.grad_weight->dtype, tile, rows, g_.nr, static_cast<int>(columns),
-                            at(*out_.grad_weight, v0, h0),
-                            out_.grad_weight->row_stride * size_of(out_.grad_weight->dtype));
-                        return;
-                      }
-                      k_.transpose(tile, rows, g_.nr, transposed, wide);
-                      for (int64_t v = 0; v < columns; ++v) {
-                        store_row(k_, *out_.grad_weight, v0 + v, h0, rows, transposed + v * wide);
-                      }
-                    });
+    // Whole lines of a fresh output are written past the caches: tiles are 14 columns of it or so,
+    // and reading each line first costs as much of the memory's time as writing it.
+    const MatrixView& out = *out_.grad_weight;
+    const bool buffered = p_.row_buffer_stride > 0 && step.last && out.col_stride == 1;
+    std::byte* buffer = region<std::byte>(p_.row_buffers + team.rank() * p_.row_buffer_stride);
+    int64_t buffered_h0 = -1;  // the first column in it
+    int64_t group = group_of(units * g_.mr * 4);
+    if (buffered) group = std::min(group, GradientPlanData::kBufferedPanels);
+    const int64_t element = size_of(out.dtype);
+    for_tiles(
+        team.part(panels.count * v_panels), panels.count, v_panels, group,
+        [&](int64_t a, int64_t b, const Next& next) {
+          const int64_t h0 = panels.begin(a);
+          if (buffered_h0 < 0) buffered_h0 = h0;
+          const int rows = panels.size(a);
+          const int64_t v0 = cell.v0 + b * g_.nr;
+          const int64_t columns = std::min<int64_t>(g_.nr, cell.columns - b * g_.nr);
+          float* c = step.accumulator == Accumulator::workspace
+                         ? step.tiles + (base + b * panels.count + a) * tile_floats
+                         : scratch(team);
+          add_tile(
+              step, c, tile_floats, Panels::tile_rows(rows), a_panels + a * units * g_.mr,
+              b_panels + b * units * g_.nr, units, ahead(next, a_panels, b_panels, units),
+              [&](float* tile) {
+                for (int64_t v = 0; v < columns; ++v) {
+                  load_row(k_, *out_.grad_weight, v0 + v, h0, rows, transposed + v * wide);
+                }
+                // wide columns become rows; the tile's buffer has only the real ones, so by
+                // way of the scratch tile when it is an accumulator's.
+                float* whole = scratch(team);
+                k_.transpose(transposed, g_.nr, static_cast<int>(wide), whole, g_.nr);
+                if (tile != whole) std::copy(whole, whole + rows * g_.nr, tile);
+              },
+              [&](const float* tile) {
+                if (buffered) {
+                  k_.store_transposed(out.dtype, tile, rows, g_.nr, static_cast<int>(columns),
+                                      buffer + (h0 - buffered_h0) * element, p_.row_buffer_bytes());
+                  return;
+                }
+                if (out.col_stride == 1) {
+                  k_.store_transposed(out.dtype, tile, rows, g_.nr, static_cast<int>(columns),
+                                      at(out, v0, h0), out.row_stride * element);
+                  return;
+                }
+                k_.transpose(tile, rows, g_.nr, transposed, wide);
+                for (int64_t v = 0; v < columns; ++v) {
+                  store_row(k_, out, v0 + v, h0, rows, transposed + v * wide);
+                }
               });
+        },
+        [&](int64_t, int64_t a1, int64_t b) {
+          if (buffered) {
+            const int64_t v0 = cell.v0 + b * g_.nr;
+            const int64_t end = a1 == panels.count ? p_.shape.H : panels.begin(a1);
+            k_.copy_past_caches(
+                buffer, p_.row_buffer_bytes(), std::min<int64_t>(g_.nr, cell.columns - b * g_.nr),
+                (end - buffered_h0) * element, at(out, v0, buffered_h0), out.row_stride * element);
+          }
+          buffered_h0 = -1;
+        });
   }
 
   void add_grad_input(const Team& team, const Cell& cell) {

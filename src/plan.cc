@@ -306,6 +306,12 @@ int64_t lay_out(GradientPlanData& p) {
   const int64_t wide = round_up(g.mr, 16);
   p.scratch_stride = round_up(2 * wide * g.nr * 4 + int64_t{g.nr} * 4, kAlignment);
   p.scratch = l.add(p.target.threads * p.scratch_stride);
+  // What fits into a cache may as well stay there.
+  constexpr int64_t kLeastStreamed = int64_t{64} << 10;
+  const bool streamed = want_weight && !p.types.grad_weight->accumulate &&
+                        size_of(p.types.grad_weight->dtype) == 2 && V * H * 2 >= kLeastStreamed;
+  p.row_buffer_stride = streamed ? round_up(g.nr * p.row_buffer_bytes(), kAlignment) : 0;
+  p.row_buffers = l.add(p.target.threads * p.row_buffer_stride);
   return p.workspace_bytes = l.bytes();
 }
 

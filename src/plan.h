@@ -135,6 +135,11 @@ struct GradientPlanData {
   int64_t grad_input_tiles = 0, grad_weight_tiles = 0;
   int64_t row_index = 0, row_params = 0;  // [token_chunk]
   int64_t scratch = 0, scratch_stride = 0;
+  // Per thread: rows of a fresh 16-bit grad_weight, collected until whole cache lines can be
+  // written. Stride 0: written tile by tile.
+  int64_t row_buffers = 0, row_buffer_stride = 0;
+  int64_t row_buffer_bytes() const { return kBufferedPanels * target.gemm->mr * 2; }  // of a row
+  static constexpr int64_t kBufferedPanels = 32;
   int64_t workspace_bytes = 0;
 };
 

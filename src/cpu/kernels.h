@@ -158,6 +158,10 @@ struct Kernels {
   // tile [rows][nr] -> row c of the output, for c < columns, holds column c of the tile, in `type`.
   void (*store_transposed)(DType type, const float* tile, int rows, int nr, int columns, void* out,
                            int64_t out_row_bytes);
+  // Rows of `bytes` bytes, copied past the caches: no line of dst is read first but those that are
+  // only partly overwritten, at either end of a row. Visible to other threads on return.
+  void (*copy_past_caches)(const void* src, int64_t src_stride, int64_t rows, int64_t bytes,
+                           void* dst, int64_t dst_stride);
   // tile [rows][nr] -> out [nr][out_stride].
   void (*transpose)(const float* tile, int rows, int nr, float* out, int64_t out_stride);
 };

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "cpu/exp-inl.h"
@@ -258,6 +259,24 @@ void store_transposed(logitless::DType type, const float* tile, int rows, int nr
       }
     }
   }
+}
+
+template <class V>
+void copy_past_caches(const void* src, int64_t src_stride, int64_t rows, int64_t bytes, void* dst,
+                      int64_t dst_stride) {
+  constexpr int64_t kLine = 64;
+  for (int64_t r = 0; r < rows; ++r) {
+    const auto* from = static_cast<const unsigned char*>(src) + r * src_stride;
+    auto* to = static_cast<unsigned char*>(dst) + r * dst_stride;
+    const auto misaligned = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kLine);
+    const int64_t to_line = misaligned == 0 ? 0 : kLine - misaligned;
+    const int64_t head = to_line < bytes ? to_line : bytes;
+    std::memcpy(to, from, static_cast<size_t>(head));
+    int64_t i = head;
+    for (; i + kLine <= bytes; i += kLine) V::stream_line(to + i, from + i);
+    std::memcpy(to + i, from + i, static_cast<size_t>(bytes - i));
+  }
+  V::publish();
 }
 
 }  // namespace

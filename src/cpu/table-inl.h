@@ -44,6 +44,7 @@ constexpr logitless::cpu::Kernels table(logitless::Isa isa, const logitless::cpu
       .load = &load_values<V>,
       .store = &store_values<V>,
       .store_transposed = &store_transposed<V>,
+      .copy_past_caches = &copy_past_caches<V>,
       .transpose = &transpose_tile<V>,
   };
 }

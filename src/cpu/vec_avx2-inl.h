@@ -91,6 +91,11 @@ struct Avx2Vec {
     store_bf16(p, a);
     store_bf16(static_cast<unsigned char*>(p) + 2 * kLanes, b);
   }
+  static void stream_line(void* p, const void* from) {
+    const auto* x = static_cast<const __m256i*>(from);
+    _mm256_stream_si256(static_cast<__m256i*>(p), _mm256_loadu_si256(x));
+    _mm256_stream_si256(static_cast<__m256i*>(p) + 1, _mm256_loadu_si256(x + 1));
+  }
   static void publish() { _mm_sfence(); }
   static constexpr bool kTransposesHalves = false;
   static void store_f16(void* p, F x) {

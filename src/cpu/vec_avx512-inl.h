@@ -111,6 +111,9 @@ struct Avx512Vec {
     const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(halves(a)), halves(b), 1);
     _mm512_stream_si512(static_cast<__m512i*>(p), both);
   }
+  static void stream_line(void* p, const void* from) {
+    _mm512_stream_si512(static_cast<__m512i*>(p), _mm512_loadu_si512(from));
+  }
   static void publish() { _mm_sfence(); }
   static constexpr bool kTransposesHalves = false;
   // 16 x 16 in registers, four stages of 16 shuffles.

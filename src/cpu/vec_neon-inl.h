@@ -81,6 +81,7 @@ struct NeonVec {
     store_bf16(p, a);
     store_bf16(static_cast<unsigned char*>(p) + 2 * kLanes, b);
   }
+  static void stream_line(void* p, const void* from) { std::memcpy(p, from, 64); }
   static void publish() {}
   static constexpr bool kTransposesHalves = false;
   static void store_f16(void* p, F x) {

@@ -200,6 +200,28 @@ TEST_P(Pack, ExhaustiveStoreRoundsToNearestEven) {
   check_rounding(kernels(), 1);
 }
 
+TEST_P(Pack, CopiedRowsReachEveryByteAndNoOther) {
+  std::vector<unsigned char> from(4096);
+  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<unsigned char>(i * 7 + 1);
+  for (const int64_t bytes : {0, 2, 28, 62, 64, 66, 128, 190, 896}) {
+    for (int64_t offset = 0; offset < 64; offset += 2) {
+      constexpr int64_t kRows = 3;
+      const int64_t stride = bytes + 34;  // every row has an alignment of its own
+      std::vector<unsigned char> to(static_cast<size_t>(64 + offset + kRows * stride + 64), 0xee);
+      const auto address = reinterpret_cast<uintptr_t>(to.data());
+      const int64_t begin = static_cast<int64_t>((64 - address % 64) % 64) + offset;
+      kernels().copy_past_caches(from.data(), 1000, kRows, bytes, to.data() + begin, stride);
+      for (int64_t i = 0; i < static_cast<int64_t>(to.size()); ++i) {
+        const int64_t row = i < begin ? -1 : (i - begin) / stride;
+        const int64_t column = i < begin ? 0 : (i - begin) % stride;
+        const bool inside = row >= 0 && row < kRows && column < bytes;
+        const unsigned char want = inside ? from[static_cast<size_t>(row * 1000 + column)] : 0xee;
+        ASSERT_EQ(to[static_cast<size_t>(i)], want) << bytes << " bytes at " << offset << ", " << i;
+      }
+    }
+  }
+}
+
 LOGITLESS_PER_ISA(Pack);
 
 }  // namespace
