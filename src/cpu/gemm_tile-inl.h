@@ -26,8 +26,9 @@ template <class G, int kRows>
 [[gnu::noinline]] void gemm_tile(const float* a, const float* b, int64_t k_units, float* c,
                                  bool accumulate, const logitless::cpu::Ahead& ahead) {
   constexpr int kNr = G::kLanes * G::kVecs;
-  const auto* next_a = static_cast<const char*>(ahead.a);
-  const auto* next_b = static_cast<const char*>(ahead.b);
+  // Numbers, not pointers: they may point anywhere.
+  auto next_a = reinterpret_cast<uintptr_t>(ahead.a);
+  auto next_b = reinterpret_cast<uintptr_t>(ahead.b);
   const int64_t next_b_step = ahead.b_step;
   typename G::F acc[kRows][G::kVecs];
   if (accumulate) {
@@ -48,10 +49,10 @@ template <class G, int kRows>
 #pragma GCC unroll 4
     for (int j = 0; j < G::kVecs; ++j) bv[j] = G::load_b(b + j * G::kLanes);
     if constexpr (G::kFetchesAhead) {
-      __builtin_prefetch(next_a, 0, 3);
-      __builtin_prefetch(next_b, 0, 2);
+      __builtin_prefetch(reinterpret_cast<const void*>(next_a), 0, 3);
+      __builtin_prefetch(reinterpret_cast<const void*>(next_b), 0, 2);
       next_a += G::kMr * 4;
-      next_b += next_b_step;
+      next_b += static_cast<uintptr_t>(next_b_step);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {

@@ -37,20 +37,25 @@ template <class G, logitless::cpu::PackSource kSource>
 struct RowFetcher {
   const void* const* rows;
   int count;
-  int64_t apart;  // bytes from one row to the next
+  uintptr_t first_row;
+  uintptr_t apart;  // bytes from one row to the next
   int64_t row_bytes;
   int row = 0;
   int64_t offset = 0;
 
   RowFetcher(const void* const* panel_rows, int panel_count, int first, int64_t bytes)
       : rows(panel_rows), count(panel_count), row_bytes(bytes), row(first) {
-    apart = count > 1 ? static_cast<const char*>(rows[1]) - static_cast<const char*>(rows[0]) : 0;
+    first_row = count > 0 ? address(0) : 0;
+    apart = count > 1 ? address(1) - first_row : 0;
   }
+  uintptr_t address(int i) const { return reinterpret_cast<uintptr_t>(rows[i]); }
   [[gnu::always_inline]] inline void fetch(int64_t bytes) {
-    const auto* p = row < count ? static_cast<const char*>(rows[row])
-                                : static_cast<const char*>(rows[0]) + row * apart;
-    p += offset;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+    const uintptr_t p =
+        (row < count ? address(row) : first_row + static_cast<uintptr_t>(row) * apart) +
+        static_cast<uintptr_t>(offset);
+    for (int64_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(reinterpret_cast<const void*>(p + static_cast<uintptr_t>(i)), 0, 2);
+    }
     offset += bytes;
     if (offset >= row_bytes) {
       offset = 0;

@@ -30,8 +30,8 @@ template <class G, int kRows, int kVecs, logitless::cpu::PackSource kSource>
   constexpr int64_t kBlock = int64_t{G::kLanes} * G::kUnit;  // elements of one copied vector
   constexpr int64_t kBytes = logitless::cpu::source_bytes(kSource);
   alignas(64) float staged[kRows * kStreamStride];
-  const auto* next = static_cast<const char*>(ahead.b);
-  const int64_t step = ahead.b_step;
+  auto next = reinterpret_cast<uintptr_t>(ahead.b);
+  const auto step = static_cast<uintptr_t>(ahead.b_step);
   typename G::F acc[kRows][kVecs];
 #pragma GCC unroll 32
   for (int i = 0; i < kRows; ++i) {
@@ -60,7 +60,7 @@ template <class G, int kRows, int kVecs, logitless::cpu::PackSource kSource>
 #pragma GCC unroll 4
       for (int j = 0; j < kVecs; ++j) bv[j] = G::load_b(b + j * G::kLanes);
       if constexpr (G::kFetchesAhead) {
-        __builtin_prefetch(next, 0, 2);
+        __builtin_prefetch(reinterpret_cast<const void*>(next), 0, 2);
         next += step;
       }
 #pragma GCC unroll 32
