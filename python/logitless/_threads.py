@@ -40,7 +40,8 @@ def wanted_threads(of_host: int = 0) -> int:
 
 
 def empty_cache() -> None:
-    """Gives back the workspaces that calls keep, one per thread that called."""
+    """Gives back the workspaces that calls keep, one per thread that called, and the pages of weight
+    gradients that are no longer used."""
     _core.drop_workspaces()
 
 
@@ -73,6 +74,7 @@ def info() -> dict[str, Any]:
         "threads": get_num_threads(),
         "openmp": _core.openmp_path() or "chosen at the first parallel call",
         "workspace_bytes_held": _core.workspace_bytes_held(),
+        "gradient_bytes_held": _core.page_bytes_held(),
         "l1d_bytes": machine["l1d_bytes"],
         "l2_bytes": machine["l2_bytes"],
         "l3_bytes": machine["l3_bytes"],

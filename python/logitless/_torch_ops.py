@@ -25,6 +25,8 @@ DTYPES = {
 F32_T = torch.float32
 
 RECOMPUTE, ONE_PASS, STORE_SOFTMAX, AUTO = "recompute", "one_pass", "store_softmax", "auto"
+_WORTH_KEEPING = 4 << 20  # bytes
+
 MODES = (AUTO, ONE_PASS, RECOMPUTE, STORE_SOFTMAX)
 
 
@@ -142,7 +144,7 @@ def _forward(
     if mode == ONE_PASS:
         dtype = held_dtype(input.dtype)
         held_input = torch.empty((BT, H) if grad_input else (0,), dtype=dtype)
-        held_weight = torch.empty((V, H) if grad_weight else (0,), dtype=dtype)
+        held_weight = _held_weight(V, H, dtype) if grad_weight else torch.empty(0, dtype=dtype)
         total = _core.loss_and_gradient(
             in_m, weight_m, target_v, ignore_index, None, weights_v, divisor, multiply, 1,
             rows_v[0], rows_v[2], rows_v[3], vector(predicted),
@@ -178,6 +180,13 @@ def _forward(
         torch.empty(0, dtype=input.dtype) if held_weight is None else held_weight,
         torch.empty(0, dtype=F32_T) if softmax is None else softmax,
     )  # fmt: skip
+
+
+def _held_weight(V: int, H: int, dtype: torch.dtype) -> Tensor:
+    # Every training step makes it anew; its pages would cost more than writing them.
+    if V * H * dtype.itemsize < _WORTH_KEEPING:
+        return torch.empty((V, H), dtype=dtype)
+    return _core.kept_matrix(V, H, DTYPES[dtype])
 
 
 def _divisor(reduction: str, normalizer: Optional[Tensor], count: int) -> float:

@@ -527,6 +527,22 @@ int dtype_number(const nb::dlpack::dtype& type) {
   return -1;
 }
 
+// A torch tensor [rows, cols] on pages that come back when it dies.
+nb::ndarray<nb::pytorch> kept_matrix(size_t rows, size_t cols, int dtype) {
+  const auto type = static_cast<DType>(dtype);
+  const auto bits = static_cast<uint8_t>(8 * size_of(type));
+  const auto code =
+      type == DType::bf16 ? nb::dlpack::dtype_code::Bfloat : nb::dlpack::dtype_code::Float;
+  auto* const pages = new Pages(take_pages(static_cast<int64_t>(rows * cols) * size_of(type)));
+  const nb::capsule owner(pages, [](void* p) noexcept {
+    release_pages(*static_cast<Pages*>(p));
+    delete static_cast<Pages*>(p);
+  });
+  const size_t shape[] = {rows, cols};
+  return nb::ndarray<nb::pytorch>(pages->data, 2, shape, owner, nullptr,
+                                  {static_cast<uint8_t>(code), bits, 1});
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -586,6 +602,9 @@ NB_MODULE(_core, m) {
   m.def("openmp_path", &openmp_path);
   m.def("drop_workspaces", &drop_workspaces);
   m.def("workspace_bytes_held", &workspace_bytes_held);
+  m.def("kept_matrix", &kept_matrix,
+        nb::sig("def kept_matrix(rows: int, cols: int, dtype: int) -> object"));
+  m.def("page_bytes_held", &page_bytes_held);
 
   nb::class_<Borrowed>(m, "Borrowed", "An array of another library, kept alive.")
       .def_prop_ro("address",
