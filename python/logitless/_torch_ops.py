@@ -69,15 +69,26 @@ def held_dtype(operand: torch.dtype) -> torch.dtype:
     return F32_T if operand is torch.float16 else operand
 
 
+_fits: dict[tuple[Any, ...], bool] = {}
+
+
 def fits_one_pass(
     BT: int, V: int, H: int, operand: torch.dtype, bf16: bool, grad_input: bool, grad_weight: bool,
     limit: int,
 ) -> bool:  # fmt: skip
-    held = DTYPES[held_dtype(operand)]
-    return _core.takes_one_pass(
-        BT, V, H, DTYPES[operand], BF16 if bf16 else None, I64, held if grad_input else None,
-        held if grad_weight else None, options(limit),
-    )  # fmt: skip
+    key = (BT, V, H, operand, bf16, grad_input, grad_weight, limit, torch.get_num_threads(),
+           wanted_threads())  # fmt: skip
+    known = _fits.get(key)
+    if known is None:
+        held = DTYPES[held_dtype(operand)]
+        known = _core.takes_one_pass(
+            BT, V, H, DTYPES[operand], BF16 if bf16 else None, I64, held if grad_input else None,
+            held if grad_weight else None, options(limit),
+        )  # fmt: skip
+        if len(_fits) >= 1024:
+            _fits.clear()
+        _fits[key] = known
+    return known
 
 
 def settled_mode(
@@ -441,7 +452,7 @@ def _autograd(ctx: Any, grad_total: Any, grad_loss: Any, grad_logsumexp: Any, *_
     return (*refuse_double_backward((*upstream, input, weight), gradients), *nothing)
 
 
-class Eager(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
     """The operator with the same gradient, quicker than through the dispatcher's autograd."""
 
     @staticmethod
@@ -470,7 +481,7 @@ def apply(grad: bool, *arguments: Any) -> tuple[Tensor, ...]:
         return torch.ops.logitless.linear_cross_entropy.default(*arguments)
     if torch._C._are_functorch_transforms_active():
         return Transformed.apply(*arguments)
-    return Eager.apply(*arguments)
+    return LinearCrossEntropy.apply(*arguments)
 
 
 _lib.impl("linear_cross_entropy", _forward, "CPU")
