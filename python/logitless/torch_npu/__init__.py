@@ -16,7 +16,22 @@ from __future__ import annotations
 from ._install import install
 from ._ops import NAMES, exports
 
-globals().update(exports)
-globals()["npu_fused_linear_online_max_sum"] = exports["npu_fused_linear_online_max_sum"]
+npu_fused_linear_online_max_sum = exports["npu_fused_linear_online_max_sum"]
+fused_linear_online_max_sum = exports["fused_linear_online_max_sum"]
+npu_fused_cross_entropy_loss_with_max_sum = exports["npu_fused_cross_entropy_loss_with_max_sum"]
+fused_cross_entropy_loss_with_max_sum = exports["fused_cross_entropy_loss_with_max_sum"]
+npu_fused_linear_cross_entropy_loss_with_max_sum_backward = exports[
+    "npu_fused_linear_cross_entropy_loss_with_max_sum_backward"
+]
+fused_linear_cross_entropy_loss_with_max_sum_backward = exports[
+    "fused_linear_cross_entropy_loss_with_max_sum_backward"
+]
+npu_fused_linear_cross_entropy_loss_with_max_sum_grad = exports[
+    "npu_fused_linear_cross_entropy_loss_with_max_sum_grad"
+]
+fused_linear_cross_entropy_loss_with_max_sum_grad = exports[
+    "fused_linear_cross_entropy_loss_with_max_sum_grad"
+]
 
-__all__ = ["install", *NAMES]
+__all__ = ["NAMES", "install"]
+__all__ += NAMES

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
+import sys
 import warnings
 from typing import Any, Callable, Optional
 
@@ -265,6 +267,13 @@ _FAMILIES: tuple[tuple[tuple[str, ...], str, Callable[..., Any], Callable[..., A
     From softmax, or, if it is None, from merged logits_max and sum_exp_logits (logits are then
     multiplied again). grad_input is partial: to be summed over the shards."""),
 )  # fmt: skip
+
+# A real torch_npu defines the operators itself, which must not come after us.
+if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is not None:
+    try:
+        import torch_npu as _  # type: ignore[import-not-found]  # noqa: F401
+    except Exception as error:  # whatever it lacks on this machine
+        warnings.warn(f"torch_npu is installed but cannot be imported: {error}", stacklevel=2)
 
 _library = torch.library.Library("npu", "FRAGMENT")
 
