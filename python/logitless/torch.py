@@ -175,7 +175,7 @@ def _check_tensors(input: Tensor, linear_weight: Tensor, target: Tensor) -> None
                 f"{name} is on {tensor.device}, must be on the CPU, which is all that logitless "
                 "runs on for now: move it there (tensor.cpu())"
             )
-        if hasattr(tensor, "device_mesh"):
+        if type(tensor) is not Tensor and type(tensor).__name__ == "DTensor":
             raise TypeError(
                 f"{name} is a DTensor, must be a plain tensor: call this inside the module that "
                 "FSDP gathers (make the loss part of it), or pass tensor.full_tensor()"
