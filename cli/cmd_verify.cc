@@ -41,6 +41,7 @@ int run_verify(const VerifyArguments& arguments) {
                 {"tokens_checked", sample.tokens.size()},
                 {"vocabulary_rows_checked", sample.vocabulary.size()},
                 {"softmax_tokens", report.softmax_tokens},
+                {"one_pass_fits", report.one_pass_fits},
                 {"mean_loss", report.mean_loss},
                 {"mean_loss_float64", report.mean_loss_float64},
                 {"judgements", to_json(report.judgements)},
@@ -62,6 +63,9 @@ int run_verify(const VerifyArguments& arguments) {
   if (report.softmax_tokens < report.shape.BT) {
     fmt::print("high-performance mode holds softmax [BT, V], so it ran on the first {} tokens\n",
                format_count(report.softmax_tokens));
+  }
+  if (!report.one_pass_fits) {
+    fmt::print("loss and gradient in one pass does not fit the workspace limit: not verified\n");
   }
   fmt::print("\n");
   print_judgements(report.judgements);

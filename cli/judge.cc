@@ -311,6 +311,23 @@ void judge_gradient(const std::string& stage, const std::string& output, const H
   out.push_back(judge.verdict());
 }
 
+void judge_same_bits(const std::string& stage, const std::string& output, const HostTensor& got,
+                     const HostTensor& expected, Judgements& out) {
+  ElementJudge judge(stage, output);
+  const bool matrix = got.shape().size() == 2;
+  const int64_t cols = matrix ? std::max<int64_t>(got.shape()[1], 1) : 1;
+  for (int64_t i = 0; i < got.elements(); ++i) {
+    auto value = static_cast<double>(got.float_at(i));
+    const auto want = static_cast<double>(expected.float_at(i));
+    // Zeros of different signs are equal, and must not count as the same.
+    if (value == 0 && want == 0 && std::signbit(value) != std::signbit(want)) {
+      value = std::copysign(std::numeric_limits<double>::denorm_min(), value);
+    }
+    judge.add(value, want, 0, i / cols, matrix ? i % cols : -1);
+  }
+  out.push_back(judge.verdict());
+}
+
 void join(Judgements& into, const Judgements& more) {
   for (const Judgement& judgement : more) {
     const auto same = std::ranges::find_if(into, [&](const Judgement& known) {

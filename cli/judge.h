@@ -89,6 +89,10 @@ void judge_softmax(const std::string& stage, const HostTensor& softmax, const Ho
 void judge_gradient(const std::string& stage, const std::string& output, const HostTensor& got,
                     const reference::Gradient& expected, int64_t terms, Judgements& out);
 
+// Two tensors of one type and shape that are promised to agree bit by bit (a NaN with any NaN).
+void judge_same_bits(const std::string& stage, const std::string& output, const HostTensor& got,
+                     const HostTensor& expected, Judgements& out);
+
 // Folds a later part of the same output (more rows) into one verdict.
 void join(Judgements& into, const Judgements& more);
 

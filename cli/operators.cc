@@ -58,12 +58,19 @@ void Operators::timed(const char* stage, double flops, const Plan& plan, const R
                     .workspace_bytes = plan.workspace_bytes()});
 }
 
+bool Operators::counts(int64_t b) const {
+  if (!case_.counts(b)) return false;
+  if (scope_ == Scope::shard) return true;
+  const int64_t target = case_.target.integer_at(b) - case_.vocab_start_index;
+  return target >= 0 && target < case_.shape().V;
+}
+
 std::optional<HostTensor> Operators::counts() const {
-  if (!case_.ignore_index) return {};
+  if (!case_.ignore_index && scope_ == Scope::shard) return {};
   const int64_t BT = case_.shape().BT;
-  HostTensor counts(DType::u8, {BT});
-  for (int64_t b = 0; b < BT; ++b) counts.as<uint8_t>()[b] = case_.counts(b) ? 1 : 0;
-  return counts;
+  HostTensor bytes(DType::u8, {BT});
+  for (int64_t b = 0; b < BT; ++b) bytes.as<uint8_t>()[b] = counts(b) ? 1 : 0;
+  return bytes;
 }
 
 ForwardResult Operators::forward(ShardRange shard, std::optional<DType> logits) {
@@ -90,6 +97,8 @@ ForwardResult Operators::forward(ShardRange shard, std::optional<DType> logits) 
   operands.weight = case_.weight.rows(shard.begin, shard.end);
   operands.target = case_.target.vector();
   operands.vocab_start_index = case_.vocab_start_index + shard.begin;
+  const std::optional<HostTensor> counts_tensor = counts();
+  if (counts_tensor) operands.rows.counts = counts_tensor->vector();
   operands.rows.ignore_index = case_.ignore_index;
   ForwardOutputs outputs;
   outputs.logits_max = result.logits_max.vector();
@@ -215,6 +224,55 @@ HostTensor Operators::loss_and_gradient(MatrixView grad_input, MatrixView grad_w
   return loss;
 }
 
+std::optional<StepResult> Operators::step(Strategy strategy, DType dtype) {
+  const Shape shape = case_.shape();
+  LossAndGradientTypes types;
+  types.operand = case_.dtype();
+  types.target = DType::i64;
+  types.grad_input = types.grad_weight = GradientOutput{.dtype = dtype, .accumulate = false};
+  Result<LossAndGradientPlan> planned =
+      plan_loss_and_gradient(shape, types, settings_.plan_options(), strategy);
+  if (!planned && planned.error().kind == ErrorKind::limit_too_small) return {};
+  const LossAndGradientPlan plan = take(std::move(planned));
+  isa_ = plan.isa();
+  threads_ = plan.threads();
+
+  // Targets relative to the case, which may be a shard of something larger.
+  HostTensor target(DType::i64, {shape.BT});
+  HostTensor counting(DType::u8, {shape.BT});
+  for (int64_t b = 0; b < shape.BT; ++b) {
+    counting.as<uint8_t>()[b] = counts(b) ? 1 : 0;
+    target.as<int64_t>()[b] = counts(b) ? case_.target.integer_at(b) - case_.vocab_start_index : 0;
+  }
+  StepResult result{.logits_max = HostTensor(DType::f32, {shape.BT}),
+                    .sum_exp_logits = HostTensor(DType::f32, {shape.BT}),
+                    .predicted_logits = HostTensor(DType::f32, {shape.BT}),
+                    .loss = HostTensor(DType::f32, {shape.BT}),
+                    .grad_input = HostTensor(dtype, {shape.BT, shape.H}),
+                    .grad_weight = HostTensor(dtype, {shape.V, shape.H})};
+  LossAndGradientOperands operands;
+  operands.input = case_.input.matrix();
+  operands.weight = case_.weight.matrix();
+  operands.target = target.vector();
+  operands.rows.counts = counting.vector();
+  operands.token_weights = case_.grad.vector();
+  LossAndGradientOutputs outputs;
+  outputs.loss = result.loss.vector();
+  outputs.total = &result.total;
+  outputs.logits_max = result.logits_max.vector();
+  outputs.sum_exp_logits = result.sum_exp_logits.vector();
+  outputs.predicted_logits = result.predicted_logits.vector();
+  outputs.grad_input = result.grad_input.matrix();
+  outputs.grad_weight = result.grad_weight.matrix();
+  const double product = 2.0 * static_cast<double>(shape.BT) * static_cast<double>(shape.V) *
+                         static_cast<double>(shape.H);
+  timed("loss and gradient", (strategy == Strategy::recompute ? 4 : 3) * product, plan,
+        [&](std::span<std::byte> workspace) {
+          return run(plan, operands, outputs, workspace, settings_.cancel);
+        });
+  return result;
+}
+
 void Operators::gradient(const GradientRequest& request) {
   const Shape shape{.BT = case_.shape().BT, .V = request.shard.size(), .H = case_.shape().H};
   GradientTypes types;
@@ -238,7 +296,9 @@ void Operators::gradient(const GradientRequest& request) {
   const std::optional<HostTensor> counts_tensor = counts();
   GradientOperands operands;
   operands.grad = case_.grad.vector();
-  if (case_.grad_logsumexp) operands.grad_logsumexp = case_.grad_logsumexp->vector();
+  if (case_.grad_logsumexp && scope_ == Scope::shard) {
+    operands.grad_logsumexp = case_.grad_logsumexp->vector();
+  }
   operands.input = case_.input.matrix();
   operands.weight = case_.weight.rows(request.shard.begin, request.shard.end);
   operands.target_mask = mask_view(request.local->target_mask, shape.BT);
@@ -368,6 +428,27 @@ GradientResult run_gradient(const Case& c, Operators& operators, const Statistic
          .mode = softmax != nullptr ? GradientMode::high_performance : GradientMode::memory_saving,
          .shard = {.begin = 0, .end = shape.V},
          .tensors = {{"grad_input", &result.grad_input}, {"grad_weight", &result.grad_weight}}});
+  }
+  return result;
+}
+
+std::optional<StepResult> run_step(Operators& operators, Strategy strategy, DType dtype,
+                                   const WholeRunOptions& options) {
+  report(options, "loss and gradient");
+  std::optional<StepResult> result = operators.step(strategy, dtype);
+  if (result && options.after) {
+    options.after({.stage = Stage::step,
+                   .rounding = LogitsRounding::none,
+                   .mode = GradientMode::memory_saving,
+                   .shard = {},
+                   .tensors = {{"logits_max", &result->logits_max},
+                               {"sum_exp_logits", &result->sum_exp_logits},
+                               {"predicted_logits", &result->predicted_logits},
+                               {"loss", &result->loss},
+                               {"grad_input", &result->grad_input},
+                               {"grad_weight", &result->grad_weight}},
+                   .strategy = strategy,
+                   .total = &result->total});
   }
   return result;
 }

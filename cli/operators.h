@@ -71,11 +71,31 @@ struct LossResult {
   HostTensor logsumexp;  // [BT] f32
 };
 
+// Loss and both gradients of a whole case, and the statistics they came from.
+struct StepResult {
+  HostTensor logits_max;        // [BT] f32
+  HostTensor sum_exp_logits;    // [BT] f32
+  HostTensor predicted_logits;  // [BT] f32
+  HostTensor loss;              // [BT] f32
+  double total = 0;             // sum of grad[b] * loss[b]
+  HostTensor grad_input;        // [BT, H]
+  HostTensor grad_weight;       // [V, H]
+};
+
+// What of a case the operators take.
+enum class Scope {
+  shard,  // everything
+  // A training step: the vocabulary is whole, so tokens whose target is outside do not count, and
+  // the loss is all that the total is made of, so grad_logsumexp is left out.
+  step,
+};
+
 // Runs on one case with one set of options. Errors throw Failure.
 class Operators {
  public:
-  Operators(const Case& c, const RunSettings& settings, LogitsRounding rounding)
-      : case_(c), settings_(settings), rounding_(rounding) {}
+  Operators(const Case& c, const RunSettings& settings, LogitsRounding rounding,
+            Scope scope = Scope::shard)
+      : case_(c), settings_(settings), rounding_(rounding), scope_(scope) {}
 
   ForwardResult forward(ShardRange shard, std::optional<DType> logits = {});
   // masked_target of the result is relative to the whole case.
@@ -103,6 +123,9 @@ class Operators {
 
   // Loss and both gradients of the whole case in one call, the case's `grad` as token weights.
   HostTensor loss_and_gradient(MatrixView grad_input, MatrixView grad_weight);
+  // The same by the strategy named, on a case of any shard (see Scope::step), gradients as `dtype`.
+  // Nothing where its workspace does not fit the limit.
+  std::optional<StepResult> step(Strategy strategy, DType dtype);
 
   // The next call touches fresh pages.
   void drop_workspace() { workspace_.drop(); }
@@ -114,11 +137,14 @@ class Operators {
  private:
   template <typename Plan, typename Run>
   void timed(const char* stage, double flops, const Plan& plan, const Run& run);
+  bool counts(int64_t b) const;
+  // The bytes of a row filter, where some token does not count.
   std::optional<HostTensor> counts() const;
 
   const Case& case_;
   RunSettings settings_;
   LogitsRounding rounding_;
+  Scope scope_;
   Workspace workspace_;
   Costs costs_;
   Isa isa_ = Isa::scalar;
@@ -127,7 +153,7 @@ class Operators {
 
 // Everything a whole run gives. `after` (may be empty) sees the outputs of each stage as soon as
 // they exist and before later stages use them.
-enum class Stage { forward, merge, loss, logits, softmax, gradient };
+enum class Stage { forward, merge, loss, logits, softmax, gradient, step };
 
 struct StageOutputs {
   Stage stage = Stage::forward;
@@ -136,6 +162,8 @@ struct StageOutputs {
   ShardRange shard;  // forward and logits; else the whole vocabulary
   // By the names of the tensors; owned by the run.
   std::vector<std::pair<std::string, HostTensor*>> tensors;
+  Strategy strategy = Strategy::automatic;  // of a step
+  double* total = nullptr;                  // of a step
   HostTensor* find(const std::string& name) const;
 };
 using StageObserver = std::function<void(const StageOutputs&)>;
@@ -173,5 +201,7 @@ HostTensor run_softmax(const Case& c, Operators& operators, const StatisticsResu
 // fp32 and rounded once. dtype: of both outputs.
 GradientResult run_gradient(const Case& c, Operators& operators, const StatisticsResult& statistics,
                             const HostTensor* softmax, DType dtype, const WholeRunOptions& options);
+std::optional<StepResult> run_step(Operators& operators, Strategy strategy, DType dtype,
+                                   const WholeRunOptions& options);
 
 }  // namespace logitless::cli

@@ -106,6 +106,7 @@ class Verification {
     const reference::Statistics given = as_reference(statistics_.merged, case_, all_tokens_);
     judge_memory_saving(given);
     judge_high_performance();
+    if (rounding_ == LogitsRounding::none) judge_steps();
     report_.isa = operators_.isa();
     report_.threads = operators_.threads();
   }
@@ -259,6 +260,122 @@ class Verification {
     say("float64 grad_weight");
     judge_grad_weights({{.stage = name, .tensor = &got.grad_weight}}, operands, {},
                        sample_.vocabulary, report_.judgements);
+  }
+
+  // The operator of a whole training step, by both strategies, on the tokens whose target is here.
+  void judge_steps() {
+    Operators operators(case_, options_.run, LogitsRounding::none, Scope::step);
+    say("loss and gradient");
+    const StatisticsResult separate = run_statistics(case_, operators, {});
+    const LossResult loss = run_loss(operators, separate.merged, {});
+    const std::optional<StepResult> recomputed =
+        run_step(operators, Strategy::recompute, case_.dtype(), run_options_);
+    const std::optional<StepResult> one_pass =
+        run_step(operators, Strategy::one_pass, case_.dtype(), run_options_);
+    report_.one_pass_fits = one_pass.has_value();
+    if (recomputed) {
+      judge_step_statistics("recompute", *recomputed, separate, loss);
+      const GradientResult gradients =
+          run_gradient(case_, operators, separate, nullptr, case_.dtype(), {});
+      Judgements judgements;
+      const std::string stage = "recompute, as separate operators";
+      judge_same_bits(stage, "grad_input", recomputed->grad_input, gradients.grad_input,
+                      judgements);
+      judge_same_bits(stage, "grad_weight", recomputed->grad_weight, gradients.grad_weight,
+                      judgements);
+      join(report_.judgements, judgements);
+    }
+    if (one_pass) {
+      judge_step_statistics("one pass", *one_pass, separate, loss);
+      judge_one_pass(*one_pass, separate, operators);
+    }
+  }
+
+  // Statistics for all tokens as the step saw them: where the target is elsewhere, nothing counts.
+  static void drop_outside(reference::Statistics& statistics) {
+    for (size_t i = 0; i < statistics.tokens.size(); ++i) {
+      if (statistics.target_mask[i] == 0) continue;
+      statistics.counts[i] = 0;
+      statistics.logits_max.value[i] = -std::numeric_limits<double>::infinity();
+      statistics.sum_exp_logits.value[i] = 0;
+      statistics.predicted_logits.value[i] = 0;
+    }
+  }
+
+  reference::Statistics statistics_of(const StepResult& step,
+                                      const StatisticsResult& separate) const {
+    reference::Statistics given = as_reference(separate.merged, case_, all_tokens_);
+    for (const int64_t b : all_tokens_) {
+      const auto i = static_cast<size_t>(b);
+      given.logits_max.value[i] = static_cast<double>(step.logits_max.as<float>()[b]);
+      given.sum_exp_logits.value[i] = static_cast<double>(step.sum_exp_logits.as<float>()[b]);
+      given.predicted_logits.value[i] = static_cast<double>(step.predicted_logits.as<float>()[b]);
+    }
+    drop_outside(given);
+    return given;
+  }
+
+  void judge_step_statistics(const std::string& stage, const StepResult& step,
+                             const StatisticsResult& separate, const LossResult& loss) {
+    reference::Statistics expected = reference::merge(expected_shards_);
+    drop_outside(expected);
+    Judgements judgements;
+    judge_statistics(stage,
+                     {.logits_max = &step.logits_max,
+                      .sum_exp_logits = &step.sum_exp_logits,
+                      .predicted_logits = &step.predicted_logits},
+                     expected, case_.shape().BT, judgements);
+    const reference::Statistics given = statistics_of(step, separate);
+    judge_loss(stage, &step.loss, nullptr, given, true, judgements);
+    judge_loss(stage + ", end to end", &step.loss, nullptr, expected, false, judgements);
+    double total = 0;
+    for (const int64_t b : all_tokens_) {
+      if (given.counts[static_cast<size_t>(b)] == 0) continue;
+      total += static_cast<double>(case_.grad.as<float>()[b]) *
+               static_cast<double>(step.loss.as<float>()[b]);
+    }
+    ElementJudge judge(stage, "total");
+    judge.add(step.total, total, 0, -1);
+    judgements.push_back(judge.verdict());
+
+    const std::string same = stage + ", as separate operators";
+    const ForwardResult& forward = separate.merged;
+    judge_same_bits(same, "logits_max", step.logits_max, forward.logits_max, judgements);
+    judge_same_bits(same, "sum_exp_logits", step.sum_exp_logits, forward.sum_exp_logits,
+                    judgements);
+    judge_same_bits(same, "predicted_logits", step.predicted_logits, forward.predicted_logits,
+                    judgements);
+    judge_same_bits(same, "loss", step.loss, loss.loss, judgements);
+    join(report_.judgements, judgements);
+  }
+
+  void judge_one_pass(const StepResult& step, const StatisticsResult& separate,
+                      Operators& operators) {
+    std::optional<StepResult> f32;
+    if (case_.dtype() != DType::f32) {
+      f32 = run_step(operators, Strategy::one_pass, DType::f32, run_options_);
+    }
+    reference::GradientOperands operands = reference_operands(case_, statistics_of(step, separate));
+    operands.grad_logsumexp.clear();
+    const reference::GradientOptions options{
+        .multiply = {},
+        .logits_rounding = LogitsRounding::none,
+        .held_softmax = case_.dtype() == DType::bf16 ? DType::bf16 : DType::f32};
+    const std::string stage_f32 = "one pass, to fp32";
+    say("float64 grad_input");
+    const reference::Gradient expected = reference::grad_input(operands, options, sample_.tokens);
+    Judgements judgements;
+    judge_gradient("one pass", "grad_input", step.grad_input, expected, case_.shape().V,
+                   judgements);
+    if (f32) {
+      judge_gradient(stage_f32, "grad_input", f32->grad_input, expected, case_.shape().V,
+                     judgements);
+    }
+    join(report_.judgements, judgements);
+    say("float64 grad_weight");
+    std::vector<GradWeight> weights = {{.stage = "one pass", .tensor = &step.grad_weight}};
+    if (f32) weights.push_back({.stage = stage_f32, .tensor = &f32->grad_weight});
+    judge_grad_weights(weights, operands, options, sample_.vocabulary, report_.judgements);
   }
 
   const Case& case_;

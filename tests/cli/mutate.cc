@@ -2,6 +2,7 @@
 #include "tests/cli/mutate.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -48,6 +49,58 @@ class GradLogits {
   reference::Logits logits_;
 };
 
+// What a change of grad_logits [all tokens, V] makes of both gradients.
+void add_grad_logits(const Case& c, const reference::Matrix& change, const StageOutputs& outputs) {
+  const Shape shape = c.shape();
+  for (int64_t h = 0; h < shape.H; ++h) {
+    for (int64_t b = 0; b < shape.BT; ++b) {
+      double sum = 0;
+      for (int64_t v = 0; v < shape.V; ++v) sum += change(b, v) * element(c.weight, v, h);
+      if (sum != 0) subtract(*outputs.find("grad_input"), b, h, -sum);
+    }
+    for (int64_t v = 0; v < shape.V; ++v) {
+      double sum = 0;
+      for (int64_t b = 0; b < shape.BT; ++b) sum += change(b, v) * element(c.input, b, h);
+      if (sum != 0) subtract(*outputs.find("grad_weight"), v, h, -sum);
+    }
+  }
+}
+
+constexpr int64_t kSegmentColumns = 256;
+
+// softmax as one pass makes it: exp(logit - maximum of its segment) is held and later multiplied by
+// the segment's factor.
+struct Held {
+  reference::Matrix exponential, factor;  // [BT, V], [BT, segments]
+  explicit Held(const Case& c) : exponential(c.shape().BT, c.shape().V) {
+    const Shape shape = c.shape();
+    std::vector<int64_t> tokens(static_cast<size_t>(shape.BT));
+    std::iota(tokens.begin(), tokens.end(), 0);
+    const reference::Matrix logits =
+        reference::logits(c.input.matrix(), c.weight.matrix(), {}, tokens).value;
+    factor = reference::Matrix(shape.BT, (shape.V + kSegmentColumns - 1) / kSegmentColumns);
+    for (int64_t b = 0; b < shape.BT; ++b) {
+      const double* row = logits.row(b);
+      const double max = *std::max_element(row, row + shape.V);
+      double sum = 0;
+      for (int64_t v = 0; v < shape.V; ++v) sum += std::exp(row[v] - max);
+      for (int64_t s = 0; s < factor.cols; ++s) {
+        const int64_t begin = s * kSegmentColumns;
+        const int64_t end = std::min(begin + kSegmentColumns, shape.V);
+        const double segment_max = *std::max_element(row + begin, row + end);
+        factor(b, s) = std::exp(segment_max - max) / sum;
+        for (int64_t v = begin; v < end; ++v) exponential(b, v) = std::exp(row[v] - segment_max);
+      }
+    }
+  }
+};
+
+double grad_of(const Case& c, int64_t b) {
+  return c.counts(b) ? static_cast<double>(c.grad.as<float>()[b]) : 0;
+}
+
+int64_t target_of(const Case& c, int64_t b) { return c.target.integer_at(b) - c.vocab_start_index; }
+
 // The shard's statistics of some tokens again, from logits that `spoil` has changed.
 template <typename Spoil>
 void redo_statistics(const Case& c, const StageOutputs& outputs, int64_t tokens,
@@ -89,10 +142,19 @@ float one_ulp(float value, bool up) {
                         up ? std::copysign(std::numeric_limits<float>::infinity(), value) : 0.0f);
 }
 
+bool step_counts(const Case& c, int64_t b) {
+  return c.counts(b) && target_of(c, b) >= 0 && target_of(c, b) < c.shape().V;
+}
+
 void apply(Mutant mutant, const Case& c, const StageOutputs& outputs) {
   const Shape shape = c.shape();
   const int64_t last_token = shape.BT - 1;
   const int64_t last_row = shape.V - 1;
+  int64_t counting_token = last_token;  // the last one of which a step takes notice
+  while (counting_token > 0 &&
+         (!step_counts(c, counting_token) || grad_of(c, counting_token) == 0)) {
+    --counting_token;
+  }
   switch (mutant) {
     case Mutant::forward_k_pair:
       redo_statistics(c, outputs, std::min(kTileTokens, shape.BT), [&](reference::Matrix& logits) {
@@ -172,7 +234,8 @@ void apply(Mutant mutant, const Case& c, const StageOutputs& outputs) {
         outputs.find("softmax")->as<float>()[v] *= 1.0f + 0x1p-20f;
       }
       return;
-    case Mutant::grad_input_k_pair: {
+    case Mutant::grad_input_k_pair:
+    case Mutant::step_grad_input_k_pair: {
       // The pair that token 0's target is in: one of little weight would be lost in rounding.
       std::vector<int64_t> tile(static_cast<size_t>(std::min(kTileTokens, shape.BT)));
       std::iota(tile.begin(), tile.end(), 0);
@@ -211,7 +274,8 @@ void apply(Mutant mutant, const Case& c, const StageOutputs& outputs) {
                     last_row * shape.H + h, 0);
       }
       return;
-    case Mutant::grad_weight_token: {
+    case Mutant::grad_weight_token:
+    case Mutant::step_grad_weight_token: {
       const GradLogits g(c, {last_token});
       for (int64_t v = 0; v < shape.V; ++v) {
         const double grad = g(last_token, v);
@@ -229,6 +293,48 @@ void apply(Mutant mutant, const Case& c, const StageOutputs& outputs) {
         uint16_t& bits = grad.as<uint16_t>()[i];
         if ((bits & 0x7fffU) != 0) --bits;
       }
+      return;
+    }
+    case Mutant::step_sum_ulp: {
+      float& sum = outputs.find("sum_exp_logits")->as<float>()[counting_token];
+      sum = one_ulp(sum, true);
+      return;
+    }
+    case Mutant::step_loss_ulp: {
+      float& loss = outputs.find("loss")->as<float>()[counting_token];
+      loss = one_ulp(loss, true);
+      return;
+    }
+    case Mutant::step_total_token:
+      *outputs.total -= grad_of(c, counting_token) *
+                        static_cast<double>(outputs.find("loss")->as<float>()[counting_token]);
+      return;
+    case Mutant::step_target_lost: {
+      reference::Matrix change(shape.BT, shape.V);
+      change(counting_token, target_of(c, counting_token)) = grad_of(c, counting_token);
+      add_grad_logits(c, change, outputs);
+      return;
+    }
+    case Mutant::step_factor: {
+      const Held held(c);
+      reference::Matrix change(shape.BT, shape.V);
+      for (int64_t b = 0; b < shape.BT; ++b) {
+        if (!step_counts(c, b)) continue;
+        for (int64_t v = 0; v < shape.V; ++v) {
+          // The last panel of the first segment, taken for one of the second.
+          const bool tile = v >= kSegmentColumns - kTileColumns && v < kSegmentColumns;
+          if (!tile || v == target_of(c, b)) continue;
+          change(b, v) =
+              held.exponential(b, v) * (held.factor(b, 1) - held.factor(b, 0)) * grad_of(c, b);
+        }
+      }
+      add_grad_logits(c, change, outputs);
+      return;
+    }
+    case Mutant::recompute_grad_ulp: {
+      HostTensor& grad = *outputs.find("grad_weight");
+      const int64_t i = target_of(c, counting_token) * shape.H;
+      grad.as<uint16_t>()[i] ^= 1;
       return;
     }
   }
@@ -261,6 +367,15 @@ Stage stage_of(Mutant mutant) {
     case Mutant::grad_weight_token:
     case Mutant::grad_weight_truncated:
       return Stage::gradient;
+    case Mutant::step_sum_ulp:
+    case Mutant::step_loss_ulp:
+    case Mutant::step_total_token:
+    case Mutant::step_grad_input_k_pair:
+    case Mutant::step_grad_weight_token:
+    case Mutant::step_target_lost:
+    case Mutant::step_factor:
+    case Mutant::recompute_grad_ulp:
+      return Stage::step;
   }
   return Stage::forward;
 }
@@ -287,7 +402,15 @@ const std::vector<MutantInfo>& all_mutants() {
       {Mutant::grad_weight_k_pair, "grad_weight_k_pair", "gradient", "grad_weight"},
       {Mutant::grad_weight_tail, "grad_weight_tail", "gradient", "grad_weight"},
       {Mutant::grad_weight_token, "grad_weight_token", "gradient", "grad_weight"},
-      {Mutant::grad_weight_truncated, "grad_weight_truncated", "gradient", "grad_weight"}};
+      {Mutant::grad_weight_truncated, "grad_weight_truncated", "gradient", "grad_weight"},
+      {Mutant::step_sum_ulp, "step_sum_ulp", "one pass, as separate", "sum_exp_logits"},
+      {Mutant::step_loss_ulp, "step_loss_ulp", "one pass, as separate", "loss"},
+      {Mutant::step_total_token, "step_total_token", "one pass", "total"},
+      {Mutant::step_grad_input_k_pair, "step_grad_input_k_pair", "one pass", "grad_input"},
+      {Mutant::step_grad_weight_token, "step_grad_weight_token", "one pass", "grad_weight"},
+      {Mutant::step_target_lost, "step_target_lost", "one pass", "grad_input"},
+      {Mutant::step_factor, "step_factor", "one pass", "grad_weight"},
+      {Mutant::recompute_grad_ulp, "recompute_grad_ulp", "recompute, as separate", "grad_weight"}};
   return mutants;
 }
 
@@ -295,6 +418,9 @@ StageObserver plant(Mutant mutant, const Case& c) {
   const auto planted = std::make_shared<bool>(false);
   return [mutant, &c, planted](const StageOutputs& outputs) {
     if (*planted || outputs.stage != stage_of(mutant)) return;
+    const Strategy strategy =
+        mutant == Mutant::recompute_grad_ulp ? Strategy::recompute : Strategy::one_pass;
+    if (outputs.stage == Stage::step && outputs.strategy != strategy) return;
     *planted = true;
     apply(mutant, c, outputs);
   };

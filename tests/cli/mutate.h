@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -27,10 +28,20 @@ enum class Mutant {
   softmax_unnormalised,  // one row not divided by its sum
   grad_input_k_pair,     // one pair of vocabulary rows missing from a tile of 14 x 32
   grad_input_token_lost,
-  grad_weight_k_pair,    // one pair of tokens missing from a tile of 32 x 16
-  grad_weight_tail,      // the last row not written
-  grad_weight_token,     // the last token missing
-  grad_weight_truncated  // 16-bit outputs rounded towards zero
+  grad_weight_k_pair,     // one pair of tokens missing from a tile of 32 x 16
+  grad_weight_tail,       // the last row not written
+  grad_weight_token,      // the last token missing
+  grad_weight_truncated,  // 16-bit outputs rounded towards zero
+  // Of a training step in one pass.
+  step_sum_ulp,      // one token's sum_exp_logits an ulp from the separate operator's
+  step_loss_ulp,     // one token's loss
+  step_total_token,  // the last token missing from the total
+  step_grad_input_k_pair,
+  step_grad_weight_token,
+  step_target_lost,  // one token's 1 not subtracted
+  step_factor,       // a tile with the factors of the segment beside it
+  // Of the same step, recomputing.
+  recompute_grad_ulp  // one element of grad_weight one unit off
 };
 
 struct MutantInfo {
@@ -40,6 +51,7 @@ struct MutantInfo {
   const char* stage;
   const char* output;
 };
+inline void PrintTo(const MutantInfo& mutant, std::ostream* out) { *out << mutant.name; }
 const std::vector<MutantInfo>& all_mutants();
 
 // An observer that plants the mutant into the first outputs of its stage.

@@ -137,7 +137,53 @@ TEST(Verify, JudgesEveryStage) {
     EXPECT_TRUE(std::ranges::any_of(report.judgements, [&](const Judgement& judgement) {
       return judgement.stage == "gradient high-performance" && judgement.output == output;
     }));
+    for (const char* stage :
+         {"one pass", "one pass, to fp32", "recompute, as separate operators"}) {
+      EXPECT_TRUE(std::ranges::any_of(report.judgements, [&](const Judgement& judgement) {
+        return judgement.stage == stage && judgement.output == output && judgement.elements > 0;
+      })) << stage;
+    }
   }
+  for (const char* stage : {"one pass", "recompute"}) {
+    for (const char* output : {"logits_max", "sum_exp_logits", "predicted_logits", "loss"}) {
+      for (const std::string& name :
+           {std::string(stage), std::string(stage) + ", as separate operators"}) {
+        EXPECT_TRUE(std::ranges::any_of(report.judgements,
+                                        [&](const Judgement& judgement) {
+                                          return judgement.stage == name &&
+                                                 judgement.output == output &&
+                                                 judgement.elements > 0;
+                                        }))
+            << name << " " << output;
+      }
+    }
+  }
+}
+
+// The step is verified on a shard of something larger too: on the tokens whose target is there.
+TEST(Verify, AStepOfAShardTakesTheTokensWhoseTargetIsThere) {
+  Case c = ragged_case(DType::bf16);
+  c.vocab_start_index = 40;  // a tenth of the targets is now below it or beyond its end
+  c.ignore_index = -100;
+  c.target.as<int64_t>()[3] = -100;
+  const VerifyReport report = verify_case(c, {.run = {.threads = 2}});
+  EXPECT_TRUE(report.fine()) << failures(report);
+  EXPECT_TRUE(report.one_pass_fits);
+}
+
+TEST(Verify, AOnePassThatDoesNotFitIsLeftOut) {
+  const Case c = ragged_case(DType::bf16, 450);
+  // Enough for every operator, not for the exponentials of 64 tokens.
+  int64_t limit = 4 << 10;
+  while (!plan_gradient(c.shape(), {}, {.threads = 1, .workspace_limit_bytes = limit}) ||
+         !plan_forward(c.shape(), {}, {.threads = 1, .workspace_limit_bytes = limit}) ||
+         !plan_loss_and_gradient(c.shape(), {}, {.threads = 1, .workspace_limit_bytes = limit})) {
+    limit += limit / 8;
+  }
+  const VerifyReport report =
+      verify_case(c, {.run = {.threads = 1, .workspace_limit_bytes = limit}});
+  EXPECT_TRUE(report.fine()) << failures(report);
+  EXPECT_FALSE(report.one_pass_fits);
 }
 
 class VerifyMutants : public testing::TestWithParam<test::MutantInfo> {};
