@@ -30,12 +30,6 @@ class KernelTest : public testing::TestWithParam<Isa> {
       PerIsa, suite, testing::ValuesIn(usable_isas()), \
       [](const testing::TestParamInfo<Isa>& level) { return std::string(name_of(level.param)); })
 
-// For tests that take a minute: avx512bf16 compiles the same vector code as avx512.
-#define SKIP_REPEATED_VECTOR_CODE()                                  \
-  if (GetParam() == Isa::avx512bf16) {                               \
-    GTEST_SKIP() << "avx512bf16: the vector code is that of avx512"; \
-  }
-
 // A small generator of our own: the same numbers on every platform.
 class Random {
  public:
