@@ -14,6 +14,7 @@
 #include <string>
 
 #include "check.h"
+#include "float_environment.h"
 #include "forward_pass.h"
 #include "gradient_pass.h"
 #include "loss_row.h"
@@ -212,6 +213,7 @@ Result<void> run(const LossAndGradientPlan& plan, const LossAndGradientOperands&
                  const LossAndGradientOutputs& outputs, std::span<std::byte> workspace,
                  const CancelToken* cancel) {
   if (auto ok = check(plan.data(), operands, outputs, workspace); !ok) return ok;
+  const DefaultFloatEnvironment environment;  // losses and weights are not all made in a team
   return LossAndGradient(plan.data(), operands, outputs, workspace, cancel).run();
 }
 

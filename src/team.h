@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "float_environment.h"
 #include "logitless/cancel.h"
 
 namespace logitless {
@@ -53,15 +54,20 @@ class Team {
   int size_;
 };
 
-// Runs body(team) on `threads` threads, or fewer if the runtime grants fewer. body must not throw.
+// Runs body(team) on `threads` threads, or fewer if the runtime grants fewer, each with the default
+// floating-point environment. body must not throw.
 template <class Body>
 void run_team(int threads, const Body& body) {
   if (threads <= 1 || in_forked_child()) {
+    const DefaultFloatEnvironment environment;
     body(Team(0, 1));
     return;
   }
 #pragma omp parallel num_threads(threads)
-  body(Team(omp_get_thread_num(), omp_get_num_threads()));
+  {
+    const DefaultFloatEnvironment environment;
+    body(Team(omp_get_thread_num(), omp_get_num_threads()));
+  }
 }
 
 // The cancel token as a running operator sees it: once it was seen set it stays set, and members
