@@ -9,6 +9,7 @@
 #include "logitless/loss.h"
 #include "tests/support/cases.h"
 #include "tests/support/sanitizers.h"
+#include "tests/support/steps.h"
 
 namespace logitless::test {
 namespace {
@@ -212,6 +213,33 @@ TEST(Big, OffsetsAboveTwoToTheThirtyOneElements) {
     run_with(input.view(), weight.view(), softmax.view(), grad_input.view(), grad_weight.view());
     EXPECT_TRUE(grad_input.equals(*near.grad_input));
     EXPECT_TRUE(grad_weight.equals(*near.grad_weight));
+  }
+}
+
+// 8 MiB beside the accumulator at the sizes of real models: slower, and the same bits.
+TEST(Big, LittleWorkspaceChangesNoBitAtRealSizes) {
+  for (const Shape& shape :
+       {Shape{.BT = 512, .V = 16000, .H = 2048}, Shape{.BT = 200, .V = 3000, .H = 8192}}) {
+    PlanOptions limited = best();
+    limited.workspace_limit_bytes = shape.BT * shape.H * 4 + (int64_t{8} << 20);
+    StepCase step = make_step(shape, all_arithmetics()[1]);
+    step.normalizer = 1.0;
+    const StepResult want = run_step(step, best(), Strategy::recompute);
+    const StepResult got = run_step(step, limited, Strategy::recompute);
+    EXPECT_EQ(got.bits(), want.bits());
+    // The gradient operator by itself, whose bits these are.
+    const GradientCase gradient = gradient_case_of(step, &want);
+    EXPECT_EQ(run_gradient(gradient, limited).bits(), want.gradients.bits());
+    // One pass holds exponentials of at least 64 tokens: the least that it accepts.
+    step.grad_weight = GradientOutput{.dtype = DType::f32};
+    const auto plan = [&](const PlanOptions& o) {
+      return plan_loss_and_gradient(shape, step.types(), o, Strategy::one_pass);
+    };
+    limited.workspace_limit_bytes = int64_t{1} << 20;
+    while (!plan(limited)) limited.workspace_limit_bytes += int64_t{1} << 18;
+    EXPECT_LT(limited.workspace_limit_bytes, plan(best())->workspace_bytes());
+    EXPECT_EQ(run_step(step, limited, Strategy::one_pass).bits(),
+              run_step(step, best(), Strategy::one_pass).bits());
   }
 }
 

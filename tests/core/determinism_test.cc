@@ -262,6 +262,40 @@ Tokens take(const TestTensor& input, const std::vector<int64_t>& rows, const Sha
   return t;
 }
 
+// Every number of tokens that a path of its own might serve, from either end of a larger batch.
+TEST_P(BatchInvariance, FewTokensHaveTheBitsTheyHaveAmongMany) {
+  for (const Arithmetic& arithmetic : all_arithmetics()) {
+    for (const auto rounding : {LogitsRounding::none, LogitsRounding::operand}) {
+      for (const int64_t V : {1, 33, 513}) {
+        ForwardCase all = make_forward_case({.BT = 45, .V = V, .H = 70}, arithmetic);
+        all.rounding = rounding;
+        all.logits = DType::f32;
+        const ForwardResult want = run_forward(all, options());
+        for (int64_t n = 1; n <= 31; n += n < 17 ? 1 : 7) {
+          for (const int64_t first : {int64_t{0}, 45 - n}) {
+            ForwardCase few = make_forward_case({.BT = n, .V = V, .H = 70}, arithmetic);
+            few.rounding = rounding;
+            few.logits = DType::f32;
+            few.weight = all.weight.contiguous_copy();
+            for (int64_t i = 0; i < n; ++i) {
+              few.target.set_index(i, all.target.get_index(first + i));
+              for (int64_t h = 0; h < 70; ++h) few.input.set(i, h, all.input.get(first + i, h));
+            }
+            for (const int threads : {1, 2}) {
+              const ForwardResult got = run_forward(few, options(threads));
+              for (int64_t i = 0; i < n; ++i) {
+                ASSERT_EQ(got.token_bits(i, MaskLayout::packed_lsb_first),
+                          want.token_bits(first + i, MaskLayout::packed_lsb_first))
+                    << arithmetic.name << ", token " << first + i << " in " << n << ", V " << V;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_P(BatchInvariance, ARowAloneInSevenAndInAThousandHasTheSameBits) {
   const bool slow_level = isa() == Isa::scalar || isa() == Isa::neon || isa() == Isa::neon_bf16;
   for (const Arithmetic& arithmetic : all_arithmetics()) {

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "tests/support/cases.h"
+#include "tests/support/emulation.h"
 #include "tests/support/isa_test.h"
 
 namespace logitless::test {
@@ -328,6 +329,45 @@ TEST_P(Forward, TheMaximumIsFoundInEveryColumn) {
   const ForwardResult r = run_forward(c, options());
   expect_forward(c, r);
   for (int64_t b = 0; b < V; ++b) EXPECT_EQ(r.predicted_logits.get(b), 0.0) << b;
+}
+
+// ---- error rule -------------------------------------------------------------------------------
+
+// At most twice the error of a framework that holds logits of the operand type.
+TEST_P(Forward, ErrorIsAtMostTwiceAFrameworks) {
+  for (const Arithmetic& arithmetic : all_arithmetics()) {
+    for (const auto kind : {InputKind::peaked, InputKind::flat, InputKind::certain}) {
+      const Shape shape{.BT = 100, .V = 700, .H = 96};
+      const CaseOptions how{.kind = kind, .outside = 0};
+      const ForwardCase c = make_forward_case(shape, arithmetic, how);
+      const ForwardResult ours = run_forward(c, options());
+      const reference::Statistics want = reference_forward(c);
+      const EagerResult theirs =
+          eager(make_gradient_case(make_forward_case(shape, arithmetic, how)));
+      const auto compare = [&](const TestTensor& got, const std::vector<double>& eager_values,
+                               const std::vector<double>& exact, const char* name) {
+        double our_worst = 0, their_worst = 0, our_squares = 0, their_squares = 0, largest = 0;
+        for (int64_t b = 0; b < shape.BT; ++b) {
+          const auto i = static_cast<size_t>(b);
+          const double our_error = got.get(b) - exact[i];
+          const double their_error = eager_values[i] - exact[i];
+          our_worst = std::max(our_worst, std::abs(our_error));
+          their_worst = std::max(their_worst, std::abs(their_error));
+          our_squares += our_error * our_error;
+          their_squares += their_error * their_error;
+          largest = std::max(largest, std::abs(exact[i]));
+        }
+        // The floor: two roundings of float of the largest value.
+        const double floor = 0x1p-23 * largest;
+        EXPECT_LE(our_worst, 2 * their_worst + floor) << name << " " << arithmetic.name;
+        EXPECT_LE(std::sqrt(our_squares), 2 * std::sqrt(their_squares) + floor)
+            << name << " " << arithmetic.name;
+      };
+      compare(ours.logits_max, theirs.logits_max, want.logits_max.value, "logits_max");
+      compare(ours.sum_exp_logits, theirs.sum_exp_logits, want.sum_exp_logits.value,
+              "sum_exp_logits");
+    }
+  }
 }
 
 }  // namespace

@@ -3,11 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "logitless/loss.h"
 #include "tests/support/cases.h"
+#include "tests/support/emulation.h"
 #include "tests/support/isa_test.h"
+#include "tests/support/steps.h"
 
 namespace logitless::test {
 namespace {
@@ -16,211 +19,6 @@ class LossAndGradient : public IsaTest {};
 LOGITLESS_INSTANTIATE_PER_ISA(LossAndGradient);
 
 const std::vector<Strategy> kStrategies = {Strategy::one_pass, Strategy::recompute};
-
-struct StepCase {
-  Shape shape;
-  Arithmetic arithmetic;
-  DType target_type = DType::i64;
-  std::optional<GradientOutput> grad_input, grad_weight;
-  std::optional<int64_t> ignore_index = {};
-  std::optional<double> normalizer = {};
-  Layout grad_input_layout = {}, grad_weight_layout = {};
-  int64_t vector_stride = 1;
-  TestTensor input, weight, target;
-  std::optional<TestTensor> counts = {}, token_weights = {};
-
-  bool row_counts(int64_t b) const {
-    if (counts && counts->get_index(b) == 0) return false;
-    return !ignore_index || target.get_index(b) != *ignore_index;
-  }
-  // w[b], as the operator computes it: in double, rounded to float for the gradient.
-  double token_weight(int64_t b) const {
-    double rows = 0;
-    for (int64_t i = 0; i < shape.BT; ++i) rows += row_counts(i) ? 1 : 0;
-    const double n = normalizer.value_or(token_weights || rows == 0 ? 1.0 : rows);
-    return (token_weights ? token_weights->get(b) : 1.0) / n;
-  }
-  LossAndGradientTypes types() const {
-    return {.operand = arithmetic.operand,
-            .multiply = arithmetic.multiply,
-            .target = target_type,
-            .grad_input = grad_input,
-            .grad_weight = grad_weight};
-  }
-  LossAndGradientOperands operands() const {
-    LossAndGradientOperands o;
-    o.input = input.matrix_view();
-    o.weight = weight.matrix_view();
-    o.target = target.vector_view();
-    o.rows.ignore_index = ignore_index;
-    if (counts) o.rows.counts = counts->vector_view();
-    if (token_weights) o.token_weights = token_weights->vector_view();
-    o.normalizer = normalizer;
-    return o;
-  }
-};
-
-StepCase make_step(const Shape& shape, const Arithmetic& arithmetic,
-                   const CaseOptions& how = {.outside = 0}) {
-  CaseOptions inside = how;
-  inside.outside = 0;
-  ForwardCase forward = make_forward_case(shape, arithmetic, inside);
-  StepCase c;
-  c.shape = shape;
-  c.arithmetic = arithmetic;
-  c.target_type = forward.target_type;
-  c.grad_input = c.grad_weight = GradientOutput{.dtype = arithmetic.operand};
-  c.input = std::move(forward.input);
-  c.weight = std::move(forward.weight);
-  c.target = std::move(forward.target);
-  // An empty vocabulary has no valid target.
-  if (shape.V == 0) c.ignore_index = 0;
-  for (int64_t b = 0; shape.V == 0 && b < shape.BT; ++b) c.target.set_index(b, 0);
-  return c;
-}
-
-struct StepResult {
-  TestTensor loss, logits_max, sum_exp_logits, predicted_logits;
-  double total = NAN;
-  GradientResult gradients;
-  std::vector<uint64_t> bits() const {
-    std::vector<uint64_t> all = gradients.bits();
-    for (const TestTensor* t : {&loss, &logits_max, &sum_exp_logits, &predicted_logits}) {
-      const auto bits = t->all_bits();
-      all.insert(all.end(), bits.begin(), bits.end());
-    }
-    all.push_back(std::bit_cast<uint64_t>(total));
-    return all;
-  }
-};
-
-// The gradient operator's case for the same step, from given statistics.
-GradientCase gradient_case_of(const StepCase& c, const StepResult* statistics = nullptr) {
-  GradientCase g;
-  g.shape = c.shape;
-  g.arithmetic = c.arithmetic;
-  g.target_type = c.target_type;
-  g.grad_input = c.grad_input;
-  g.grad_weight = c.grad_weight;
-  g.grad_input_layout = c.grad_input_layout;
-  g.grad_weight_layout = c.grad_weight_layout;
-  if (statistics == nullptr) return g;
-  const int64_t BT = c.shape.BT, V = c.shape.V, H = c.shape.H;
-  g.grad = TestTensor::vector(DType::f32, BT);
-  g.logits_max = TestTensor::vector(DType::f32, BT);
-  g.sum_exp_logits = TestTensor::vector(DType::f32, BT);
-  g.masked_target = TestTensor::vector(c.target_type, BT);
-  g.input = TestTensor::matrix(c.arithmetic.operand, BT, H);
-  g.weight = TestTensor::matrix(c.arithmetic.operand, V, H);
-  for (int64_t b = 0; b < BT; ++b) {
-    g.grad.set(b, c.row_counts(b) ? c.token_weight(b) : 0.0);
-    g.logits_max.set(b, statistics->logits_max.get(b));
-    g.sum_exp_logits.set(b, statistics->sum_exp_logits.get(b));
-    g.masked_target.set_index(b, c.target.get_index(b));
-    for (int64_t h = 0; h < H; ++h) g.input.set(b, h, c.input.get(b, h));
-  }
-  for (int64_t v = 0; v < V; ++v) {
-    for (int64_t h = 0; h < H; ++h) g.weight.set(v, h, c.weight.get(v, h));
-  }
-  return g;
-}
-
-StepResult run_step(const StepCase& c, const PlanOptions& options, Strategy strategy) {
-  StepResult r;
-  const int64_t BT = c.shape.BT, stride = c.vector_stride;
-  r.loss = TestTensor::vector(DType::f32, BT, stride);
-  r.logits_max = TestTensor::vector(DType::f32, BT, stride);
-  r.sum_exp_logits = TestTensor::vector(DType::f32, BT, stride);
-  r.predicted_logits = TestTensor::vector(DType::f32, BT, stride);
-  r.gradients = make_gradient_outputs(gradient_case_of(c));
-  const auto plan = plan_loss_and_gradient(c.shape, c.types(), options, strategy);
-  if (!plan) {
-    ADD_FAILURE() << "plan_loss_and_gradient: " << plan.error().message;
-    return r;
-  }
-  EXPECT_EQ(plan->isa(), options.isa.value_or(plan->isa()));
-  EXPECT_TRUE(strategy == Strategy::automatic || plan->strategy() == strategy);
-  const GradientOutputs gradients = outputs_of(r.gradients);
-  LossAndGradientOutputs outputs;
-  outputs.loss = r.loss.vector_view();
-  outputs.total = &r.total;
-  outputs.logits_max = r.logits_max.vector_view();
-  outputs.sum_exp_logits = r.sum_exp_logits.vector_view();
-  outputs.predicted_logits = r.predicted_logits.vector_view();
-  outputs.grad_input = gradients.grad_input;
-  outputs.grad_weight = gradients.grad_weight;
-  const auto ran = run(*plan, c.operands(), outputs, guarded_workspace(plan->workspace_bytes()));
-  if (!ran) ADD_FAILURE() << "loss_and_gradient: " << ran.error().message;
-  EXPECT_EQ(r.gradients.damage() + r.loss.damage() + r.logits_max.damage() +
-                r.sum_exp_logits.damage() + r.predicted_logits.damage(),
-            "");
-  return r;
-}
-
-// Statistics and loss: the bits of the separate operators. Gradients: of the gradient operator
-// where recomputed, within the allowed error (one more rounding of softmax) in one pass.
-void expect_step(const StepCase& c, const StepResult& got, const PlanOptions& options,
-                 Strategy strategy) {
-  SCOPED_TRACE("BT " + std::to_string(c.shape.BT) + ", V " + std::to_string(c.shape.V) + ", H " +
-               std::to_string(c.shape.H) + ", " + c.arithmetic.name +
-               (strategy == Strategy::one_pass ? ", one pass" : ", recompute"));
-  const int64_t BT = c.shape.BT;
-  std::vector<float> max(static_cast<size_t>(BT)), sum(max), predicted(max), loss(max);
-  std::vector<uint8_t> counts(static_cast<size_t>(BT));
-  for (int64_t b = 0; b < BT; ++b) counts[static_cast<size_t>(b)] = c.row_counts(b) ? 1 : 0;
-  const ForwardOperands forward{
-      .input = c.input.matrix_view(),
-      .weight = c.weight.matrix_view(),
-      .target = c.target.vector_view(),
-      .rows = {.ignore_index = c.ignore_index,
-               .counts = vector_view<uint8_t>(std::span<const uint8_t>(counts))}};
-  const auto forward_plan = plan_forward(
-      c.shape,
-      {.operand = c.arithmetic.operand, .multiply = c.arithmetic.multiply, .target = c.target_type},
-      options);
-  ASSERT_TRUE(forward_plan);
-  ASSERT_TRUE(run(*forward_plan, forward,
-                  {.logits_max = vector_view<float>(std::span<float>(max)),
-                   .sum_exp_logits = vector_view<float>(std::span<float>(sum)),
-                   .predicted_logits = vector_view<float>(std::span<float>(predicted))},
-                  guarded_workspace(forward_plan->workspace_bytes())));
-  LossOperands statistics{vector_view<float>(std::span<const float>(max)),
-                          vector_view<float>(std::span<const float>(sum)),
-                          vector_view<float>(std::span<const float>(predicted))};
-  statistics.counts = vector_view<uint8_t>(std::span<const uint8_t>(counts));
-  ASSERT_TRUE(run(*plan_loss(BT, 0, {}, options), statistics,
-                  {.loss = vector_view<float>(std::span<float>(loss))}));
-  double total = 0.0;
-  for (int64_t b = 0; b < BT; ++b) {
-    const auto i = static_cast<size_t>(b);
-    const auto same = [&](const TestTensor& t, float want) {
-      return t.bits(b) == std::bit_cast<uint32_t>(want) ||
-             (std::isnan(want) && std::isnan(t.get(b)));
-    };
-    EXPECT_TRUE(same(got.logits_max, max[i])) << b;
-    EXPECT_TRUE(same(got.sum_exp_logits, sum[i])) << b;
-    EXPECT_TRUE(same(got.predicted_logits, predicted[i])) << b;
-    EXPECT_TRUE(same(got.loss, loss[i])) << b;
-    if (counts[i]) total += c.token_weight(b) * static_cast<double>(loss[i]);
-  }
-  EXPECT_TRUE(got.total == total || (std::isnan(total) && std::isnan(got.total)))
-      << got.total << " " << total;
-
-  GradientCase gradient = gradient_case_of(c, &got);
-  if (strategy == Strategy::recompute) {
-    EXPECT_EQ(run_gradient(gradient, options).bits(), got.gradients.bits());
-    return;
-  }
-  reference::GradientOptions how = gradient.reference_options();
-  if (c.arithmetic.multiplied() == DType::bf16) how.held_softmax = DType::bf16;
-  // Two more exps and products in float: from segment to row.
-  if (c.arithmetic.multiplied() != DType::bf16) how.held_softmax = DType::f32;
-  ReferenceGradient want;
-  const auto operands = gradient.reference_operands();
-  if (c.grad_input) want.input = reference::grad_input(operands, how);
-  if (c.grad_weight) want.weight = reference::grad_weight(operands, how);
-  expect_gradient(gradient, got.gradients, want);
-}
 
 TEST_P(LossAndGradient, EverySizeAroundEveryTile) {
   std::vector<Shape> shapes;
@@ -255,6 +53,52 @@ TEST_P(LossAndGradient, EveryKindOfInput) {
       for (const Strategy strategy : kStrategies) {
         const StepCase c = make_step({.BT = 31, .V = 700, .H = 48}, arithmetic, {.kind = kind});
         expect_step(c, run_step(c, options(), strategy), options(), strategy);
+      }
+    }
+  }
+}
+
+// At most twice the error of a framework that holds logits and grad_logits of the operand type: the
+// exponentials that one pass keeps in bf16 included.
+TEST_P(LossAndGradient, ErrorIsAtMostTwiceAFrameworks) {
+  for (const Strategy strategy : kStrategies) {
+    for (const Arithmetic& arithmetic : all_arithmetics()) {
+      for (const auto kind : {InputKind::peaked, InputKind::flat, InputKind::certain}) {
+        StepCase c = make_step({.BT = 64, .V = 500, .H = 96}, arithmetic, {.kind = kind});
+        c.normalizer = 1.0;
+        const StepResult ours = run_step(c, options(), strategy);
+        const GradientCase g = gradient_case_of(c, &ours);
+        const EagerResult theirs = eager(g);
+        // Against what the operands make, statistics and all.
+        ForwardCase forward = make_forward_case(c.shape, arithmetic, {.kind = kind, .outside = 0});
+        const reference::Statistics statistics = reference_forward(forward);
+        reference::GradientOperands operands = g.reference_operands();
+        operands.logits_max = statistics.logits_max.value;
+        operands.sum_exp_logits = statistics.sum_exp_logits.value;
+        const auto compare = [&](const TestTensor& got, const reference::Matrix& eager_value,
+                                 const reference::Gradient& exact, const char* name) {
+          double our_squares = 0, their_squares = 0, our_worst = 0, their_worst = 0, largest = 0;
+          for (int64_t r = 0; r < got.rows(); ++r) {
+            for (int64_t h = 0; h < got.cols(); ++h) {
+              const double our_error = got.get(r, h) - exact.value(r, h);
+              const double their_error = eager_value(r, h) - exact.value(r, h);
+              our_worst = std::max(our_worst, std::abs(our_error));
+              their_worst = std::max(their_worst, std::abs(their_error));
+              our_squares += our_error * our_error;
+              their_squares += their_error * their_error;
+              largest = std::max(largest, std::abs(exact.value(r, h)));
+            }
+          }
+          // The floor: two roundings of float of the largest element.
+          const double floor = 0x1p-23 * largest;
+          EXPECT_LE(our_worst, 2 * their_worst + floor) << name << " " << arithmetic.name;
+          EXPECT_LE(std::sqrt(our_squares), 2 * std::sqrt(their_squares) + floor)
+              << name << " " << arithmetic.name;
+        };
+        compare(*ours.gradients.grad_input, theirs.grad_input,
+                reference::grad_input(operands, g.reference_options()), "grad_input");
+        compare(*ours.gradients.grad_weight, theirs.grad_weight,
+                reference::grad_weight(operands, g.reference_options()), "grad_weight");
       }
     }
   }
@@ -311,17 +155,20 @@ TEST_P(LossAndGradient, EveryOptionalArgumentCounts) {
 
 TEST_P(LossAndGradient, EitherGradientMayBeAbsent) {
   for (const Strategy strategy : kStrategies) {
-    StepCase c = make_step({.BT = 40, .V = 300, .H = 24}, all_arithmetics()[1]);
-    const StepResult both = run_step(c, options(), strategy);
-    const auto weight = c.grad_weight;
-    c.grad_weight.reset();
-    const StepResult input = run_step(c, options(), strategy);
-    EXPECT_EQ(input.gradients.grad_input->all_bits(), both.gradients.grad_input->all_bits());
-    c.grad_weight = weight;
-    c.grad_input.reset();
-    const StepResult alone = run_step(c, options(), strategy);
-    EXPECT_EQ(alone.gradients.grad_weight->all_bits(), both.gradients.grad_weight->all_bits());
-    EXPECT_EQ(alone.loss.all_bits(), both.loss.all_bits());
+    for (const Arithmetic& arithmetic : all_arithmetics()) {
+      StepCase c = make_step({.BT = 40, .V = 300, .H = 24}, arithmetic);
+      const StepResult both = run_step(c, options(), strategy);
+      const auto weight = c.grad_weight;
+      c.grad_weight.reset();
+      const StepResult input = run_step(c, options(), strategy);
+      EXPECT_EQ(input.gradients.grad_input->all_bits(), both.gradients.grad_input->all_bits());
+      EXPECT_EQ(input.loss.all_bits(), both.loss.all_bits());
+      c.grad_weight = weight;
+      c.grad_input.reset();
+      const StepResult alone = run_step(c, options(), strategy);
+      EXPECT_EQ(alone.gradients.grad_weight->all_bits(), both.gradients.grad_weight->all_bits());
+      EXPECT_EQ(alone.loss.all_bits(), both.loss.all_bits());
+    }
   }
 }
 
@@ -419,6 +266,136 @@ TEST_P(LossAndGradient, BitsDependOnNeitherThreadsNorLimits) {
               << arithmetic.name << " " << threads << " threads, part " << part;
         }
       }
+    }
+  }
+}
+
+// Tokens [first, first + n) of a step as a step of their own.
+StepCase some_tokens(const StepCase& c, int64_t first, int64_t n) {
+  StepCase part;
+  part.shape = {.BT = n, .V = c.shape.V, .H = c.shape.H};
+  part.arithmetic = c.arithmetic;
+  part.grad_input = c.grad_input;
+  part.grad_weight = c.grad_weight;
+  part.normalizer = c.normalizer;
+  part.input = TestTensor::matrix(c.arithmetic.operand, n, c.shape.H);
+  part.weight = c.weight.contiguous_copy();
+  part.target = TestTensor::vector(DType::i64, n);
+  for (int64_t b = 0; b < n; ++b) {
+    part.target.set_index(b, c.target.get_index(first + b));
+    for (int64_t h = 0; h < c.shape.H; ++h) part.input.set(b, h, c.input.get(first + b, h));
+  }
+  return part;
+}
+
+TEST_P(LossAndGradient, ATokenHasTheSameBitsInAnyBatch) {
+  for (const Strategy strategy : kStrategies) {
+    for (const Arithmetic& arithmetic : all_arithmetics()) {
+      StepCase c = make_step({.BT = 61, .V = 300, .H = 33}, arithmetic);
+      c.normalizer = 61.0;
+      const StepResult want = run_step(c, options(), strategy);
+      for (const int64_t n : {1, 2, 3, 4, 5, 6, 7, 8, 13, 14, 15, 16, 17, 27, 28, 29}) {
+        for (const int64_t first : {int64_t{0}, 61 - n}) {
+          const StepResult got = run_step(some_tokens(c, first, n), options(), strategy);
+          for (int64_t b = 0; b < n; ++b) {
+            ASSERT_EQ(got.token_bits(b), want.token_bits(first + b))
+                << arithmetic.name << ", token " << first + b << " in " << n;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LossAndGradient, TokensThatDoNotCountLeaveNoTrace) {
+  for (const Strategy strategy : kStrategies) {
+    for (const Arithmetic& arithmetic : all_arithmetics()) {
+      StepCase c = make_step({.BT = 31, .V = 300, .H = 33}, arithmetic);
+      const StepResult want = run_step(c, options(), strategy);
+      // The same tokens with others between them, an odd number each time.
+      StepCase wide = make_step({.BT = 124, .V = 300, .H = 33}, arithmetic);
+      wide.weight = c.weight.contiguous_copy();
+      wide.ignore_index = -1;
+      for (int64_t b = 0; b < 124; ++b) {
+        const bool here = b % 4 == 2;
+        wide.target.set_index(b, here ? c.target.get_index(b / 4) : -1);
+        for (int64_t h = 0; h < 33; ++h) {
+          wide.input.set(b, h, here ? c.input.get(b / 4, h) : double{NAN});
+        }
+      }
+      const StepResult got = run_step(wide, options(), strategy);
+      EXPECT_EQ(got.gradients.grad_weight->all_bits(), want.gradients.grad_weight->all_bits())
+          << arithmetic.name;
+      for (int64_t b = 0; b < 31; ++b) {
+        EXPECT_EQ(got.token_bits(4 * b + 2), want.token_bits(b)) << arithmetic.name;
+      }
+      EXPECT_EQ(got.total, want.total);
+    }
+  }
+}
+
+TEST_P(LossAndGradient, MicroBatchesMakeTheBitsOfTheWhole) {
+  for (const Strategy strategy : kStrategies) {
+    for (const Arithmetic& arithmetic : all_arithmetics()) {
+      StepCase c = make_step({.BT = 41, .V = 300, .H = 33}, arithmetic);
+      c.normalizer = 41.0;
+      c.grad_weight->dtype = DType::f32;
+      const auto want = run_step(c, options(), strategy).gradients.grad_weight->all_bits();
+      TestTensor sum = TestTensor::matrix(DType::f32, 300, 33);
+      for (int64_t first = 0; first < 41; first += 14) {
+        StepCase part = some_tokens(c, first, std::min<int64_t>(14, 41 - first));
+        part.grad_weight->accumulate = first > 0;
+        const auto plan = plan_loss_and_gradient(part.shape, part.types(), options(), strategy);
+        ASSERT_TRUE(plan);
+        TestTensor loss = TestTensor::vector(DType::f32, part.shape.BT);
+        TestTensor grad_input = TestTensor::matrix(arithmetic.operand, part.shape.BT, 33);
+        LossAndGradientOutputs out;
+        out.loss = loss.vector_view();
+        out.grad_input = grad_input.matrix_view();
+        out.grad_weight = sum.matrix_view();
+        ASSERT_TRUE(run(*plan, part.operands(), out, guarded_workspace(plan->workspace_bytes())));
+      }
+      EXPECT_EQ(sum.all_bits(), want) << arithmetic.name;
+    }
+  }
+}
+
+// A weight that is no number stays in its row of grad_input; losses do not know of it.
+TEST_P(LossAndGradient, WeightsThatAreNoNumbersStayInTheirRow) {
+  for (const Strategy strategy : kStrategies) {
+    for (const Arithmetic& arithmetic : all_arithmetics()) {
+      for (const double bad : {double{NAN}, double{INFINITY}, -double{INFINITY}}) {
+        StepCase c = make_step({.BT = 30, .V = 100, .H = 16}, arithmetic);
+        c.token_weights = TestTensor::vector(DType::f32, 30);
+        for (int64_t b = 0; b < 30; ++b) c.token_weights->set(b, 0.25);
+        const StepResult clean = run_step(c, options(), strategy);
+        c.token_weights->set(17, bad);
+        const StepResult r = run_step(c, options(), strategy);
+        EXPECT_EQ(r.loss.all_bits(), clean.loss.all_bits());
+        for (int64_t b = 0; b < 30; ++b) {
+          if (b == 17) {
+            EXPECT_FALSE(std::isfinite(r.gradients.grad_input->get(b, 0))) << arithmetic.name;
+          } else {
+            EXPECT_EQ(r.token_bits(b), clean.token_bits(b)) << arithmetic.name << " " << b;
+          }
+        }
+      }
+    }
+  }
+}
+
+// total / infinity: losses as ever, gradients exactly 0, whatever the buffers held.
+TEST_P(LossAndGradient, AnInfiniteNormalizerMakesGradientsZero) {
+  for (const Strategy strategy : kStrategies) {
+    for (const Arithmetic& arithmetic : all_arithmetics()) {
+      StepCase c = make_step({.BT = 30, .V = 100, .H = 16}, arithmetic);
+      const StepResult plain = run_step(c, options(), strategy);
+      c.normalizer = INFINITY;
+      const StepResult r = run_step(c, options(), strategy);
+      EXPECT_EQ(r.loss.all_bits(), plain.loss.all_bits());
+      EXPECT_EQ(r.total, 0.0);
+      for (const double value : r.gradients.grad_weight->values()) ASSERT_EQ(value, 0.0);
+      for (const double value : r.gradients.grad_input->values()) ASSERT_EQ(value, 0.0);
     }
   }
 }

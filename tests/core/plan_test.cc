@@ -182,6 +182,52 @@ TEST_P(Plan, AnyLimitThatIsAcceptedIsKept) {
   }
 }
 
+// Heads of real models, up to H = 8192: with 8 MiB beside the accumulator there is a plan for the
+// gradient and for a whole step, for teams of any size.
+TEST_P(Plan, EightMebibytesBesideTheAccumulatorSuffice) {
+  for (const Arithmetic& arithmetic : all_arithmetics()) {
+    for (const Shape& shape :
+         {Shape{.BT = 1024, .V = 32000, .H = 2048}, Shape{.BT = 512, .V = 32064, .H = 4096},
+          Shape{.BT = 2048, .V = 128256, .H = 2048}, Shape{.BT = 8192, .V = 32000, .H = 1024},
+          Shape{.BT = 1024, .V = 49152, .H = 576}, Shape{.BT = 8192, .V = 128256, .H = 4096},
+          Shape{.BT = 1024, .V = 256000, .H = 8192}, Shape{.BT = 65536, .V = 151936, .H = 8192}}) {
+      for (const bool given : {false, true}) {  // an fp32 output is its own accumulator
+        for (const int threads : {1, 2, 16}) {
+          const DType type = given ? DType::f32 : arithmetic.operand;
+          const bool none = type == DType::f32;
+          // The forward packs one segment of 256 vocabulary rows; as fp32 8 MiB of them at
+          // H = 8192, with nothing else to share.
+          if (none && shape.H == 8192) continue;
+          const int64_t accumulator =
+              none ? 0 : (std::min(shape.BT, shape.V) + 64) * (shape.H + 64) * 4;
+          PlanOptions limited = options(threads);
+          limited.workspace_limit_bytes = accumulator + 8 * kMiB;
+          SCOPED_TRACE(std::string(arithmetic.name) + " BT " + std::to_string(shape.BT) + " V " +
+                       std::to_string(shape.V) + " H " + std::to_string(shape.H) + ", " +
+                       std::to_string(threads) + " threads");
+          const GradientOutput output{.dtype = type};
+          const auto gradient = plan_gradient(shape,
+                                              {.operand = arithmetic.operand,
+                                               .multiply = arithmetic.multiply,
+                                               .grad_input = output,
+                                               .grad_weight = output},
+                                              limited);
+          ASSERT_TRUE(gradient) << gradient.error().message;
+          EXPECT_LE(gradient->workspace_bytes(), limited.workspace_limit_bytes);
+          const auto step = plan_loss_and_gradient(shape,
+                                                   {.operand = arithmetic.operand,
+                                                    .multiply = arithmetic.multiply,
+                                                    .grad_input = output,
+                                                    .grad_weight = output},
+                                                   limited);
+          ASSERT_TRUE(step) << step.error().message;
+          EXPECT_LE(step->workspace_bytes(), limited.workspace_limit_bytes);
+        }
+      }
+    }
+  }
+}
+
 TEST_P(Plan, ThreadsAreTakenFromTheOptionsOrTheMachine) {
   EXPECT_EQ(plan_forward({.BT = 4, .V = 4, .H = 4}, {}, options(5))->threads(), 5);
   EXPECT_EQ(plan_forward({.BT = 4096, .V = 4096, .H = 4096}, {}, {.isa = isa()})->threads(),

@@ -114,6 +114,8 @@ EagerResult eager(const GradientCase& c) {
     }
     float sum = 0.0f;
     for (const float logit : logits) sum += std::exp(logit - max);
+    result.logits_max.push_back(max);
+    result.sum_exp_logits.push_back(sum);
     const bool masked = !operands.target_mask.empty() && operands.target_mask[i] != 0;
     const int64_t target = operands.masked_target[i];
     if (!masked) {

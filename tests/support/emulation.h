@@ -12,9 +12,10 @@ namespace logitless::test {
 // log-softmax in float, grad_logits rounded to it, two more products rounded to it. Our error may
 // be at most twice that.
 struct EagerResult {
-  std::vector<double> loss;       // [BT]; 0 where the target is outside
-  reference::Matrix grad_input;   // [BT, H]
-  reference::Matrix grad_weight;  // [V, H]
+  std::vector<double> logits_max, sum_exp_logits;  // [BT]
+  std::vector<double> loss;                        // [BT]; 0 where the target is outside
+  reference::Matrix grad_input;                    // [BT, H]
+  reference::Matrix grad_weight;                   // [V, H]
 };
 // Of a gradient case's operands; statistics are its own, from its own logits.
 EagerResult eager(const GradientCase& c);
