@@ -152,6 +152,16 @@ int64_t Case::counting_tokens() const {
   return count;
 }
 
+int64_t Case::tokens_with_gradient() const {
+  int64_t count = 0;
+  for (int64_t b = 0; b < shape().BT; ++b) {
+    const bool any =
+        grad.as<float>()[b] != 0 || (grad_logsumexp && grad_logsumexp->as<float>()[b] != 0);
+    count += counts(b) && any ? 1 : 0;
+  }
+  return count;
+}
+
 int64_t Case::tokens_outside() const {
   int64_t count = 0;
   for (int64_t b = 0; b < shape().BT; ++b) {

@@ -30,6 +30,8 @@ struct Case {
   DType dtype() const { return input.dtype(); }
   bool counts(int64_t b) const { return !ignore_index || target.integer_at(b) != *ignore_index; }
   int64_t counting_tokens() const;
+  // Of these, the ones with a gradient: grad or grad_logsumexp is not 0.
+  int64_t tokens_with_gradient() const;
   // Tokens that count and whose target is outside [start, start + V).
   int64_t tokens_outside() const;
   // The first n tokens; n <= BT. A default grad is not renewed.

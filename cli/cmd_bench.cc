@@ -1,351 +1,477 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
-#include <chrono>
 #include <cmath>
+#include <ctime>
+#include <map>
+#include <set>
 
+#include "cli/amx_note.h"
+#include "cli/baseline.h"
+#include "cli/bench.h"
 #include "cli/build_info.h"
 #include "cli/commands.h"
 #include "cli/failure.h"
+#include "cli/models.h"
+#include "cli/plan_op.h"
 #include "cli/progress.h"
-#include "cli/resident_memory.h"
 #include "cli/synthetic.h"
 #include "cli/table.h"
 #include "cli/units.h"
+#include "logitless/version.h"
 
 namespace logitless::cli {
 namespace {
 
-// What is timed, and what stands beside it with logits held in memory:
-//   forward      forward and loss                 | logits [BT, V] written, softmax of them
-//   gradient     memory-saving gradient           | gradient from a softmax that is there already
-//   gradient-hp  gradient from a given softmax    | -
-//   step         forward, loss, gradient          | logits written, softmax, gradient from it
-//   one-pass     loss and both gradients at once  | the same
-constexpr std::array<const char*, 5> kOps = {"forward", "gradient", "gradient-hp", "step",
-                                             "one-pass"};
+constexpr int64_t kModelTokens = 1024;
 
 struct BenchArguments {
-  CommonOptions common;
+  ListOptions lists;
   CaseArguments case_arguments;
   std::vector<std::string> shapes;
+  std::vector<std::string> models;
+  std::vector<int64_t> tokens;
   std::vector<std::string> ops;
+  std::string only;
+  double zero_grad_rows = 0;
   std::string rounding = "none";
+  std::string baseline;
+  bool cold = false;
+  bool no_unfused = false;
   int repeats = 0;
   double seconds = 3;
 };
 
-double seconds_of(const std::function<void()>& work) {
-  const auto start = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-// Of an odd or even number of times.
-double median(std::vector<double> values) {
-  std::ranges::sort(values);
-  const size_t n = values.size();
-  return (values[(n - 1) / 2] + values[n / 2]) / 2;
-}
-
-struct Line {
-  std::string op;
-  Shape shape;
-  DType dtype = DType::bf16;
-  std::vector<double> fused;    // seconds
-  std::vector<double> unfused;  // empty: not run
-  double flops = 0;             // of the fused one
-  double peak_before = 0, peak_after = 0;
-  int64_t workspace_bytes = 0;
-  std::optional<int64_t> memory, unfused_memory;  // rise of resident memory
-  Isa isa = Isa::scalar;
-  int threads = 0;
-
-  double peak() const { return std::max(peak_before, peak_after); }
-  double gflops() const { return flops / median(fused) * 1e-9; }
-  double ratio_to_peak() const { return flops / median(fused) / peak(); }
-  double spread() const {
-    const auto [low, high] = std::ranges::minmax(fused);
-    return (high - low) / median(fused);
-  }
+// A synthetic case to be made.
+struct Wanted {
+  std::string model;
+  int64_t V = 0;
+  int64_t H = 0;
+  std::vector<int64_t> tokens;
 };
 
-// All that the ops need of one case, made beforehand so that only the calls are timed.
-class Bench {
+std::string now_utc() { return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time({}))); }
+
+// The first n tokens, with the case's weight lent to them: no second copy of it.
+class FirstTokens {
  public:
-  Bench(const Case& c, const BenchArguments& arguments, const RunSettings& settings)
-      : case_(c),
-        rounding_(parse_rounding(arguments.rounding)),
-        arguments_(arguments),
-        operators_(c, settings, rounding_),
-        grad_input_(c.dtype(), {c.shape().BT, c.shape().H}),
-        grad_weight_(c.dtype(), {c.shape().V, c.shape().H}) {
-    grad_input_.fill_zero();
-    grad_weight_.fill_zero();
-    statistics_ = run_statistics(case_, operators_, {});
-    // Beside each other: logits and softmax, [BT, V] of fp32 each, and as much again to be safe.
-    const double wanted =
-        16.0 * static_cast<double>(c.shape().BT) * static_cast<double>(c.shape().V);
-    holds_logits_ = wanted < static_cast<double>(available_memory_bytes());
+  FirstTokens(Case& c, int64_t n) : owner_(c), weight_(std::move(c.weight)) {
+    owner_.weight = HostTensor(weight_.dtype(), {0, weight_.shape()[1]});
+    part_ = owner_.first_tokens(n);
+    part_.weight = std::move(weight_);
   }
-
-  Line run(const std::string& op, Progress& progress) {
-    progress.show(fmt::format("{} {}", op, format_shape(case_.shape())));
-    const std::function<void()> fused = fused_work(op);
-    const std::function<void()> unfused = unfused_work(op);
-    Line line;
-    line.op = op;
-    line.shape = case_.shape();
-    line.dtype = case_.dtype();
-    if ((op == "gradient" || op == "gradient-hp") && holds_logits_) make_softmax();
-
-    // Warm: threads, workspace, caches; also tells the memory of the first call and its flops.
-    const size_t costs_before = operators_.costs().size();
-    operators_.drop_workspace();
-    line.memory = peak_memory_of(fused);
-    for (size_t i = costs_before; i < operators_.costs().size(); ++i) {
-      const Cost& cost = operators_.costs()[i];
-      line.flops += cost.flops;
-      line.workspace_bytes = std::max(line.workspace_bytes, cost.workspace_bytes);
-    }
-    line.isa = operators_.isa();
-    line.threads = operators_.threads();
-    if (unfused) {
-      operators_.drop_workspace();
-      line.unfused_memory = peak_memory_of(unfused);
-      // Its softmax is there before and after.
-      if (op == "gradient" && line.unfused_memory) *line.unfused_memory += softmax_->bytes();
-    }
-
-    // A B A B: slow drifts of the clock meet both alike.
-    line.peak_before = measure_peak(line);
-    const double first = seconds_of(fused) + (unfused ? seconds_of(unfused) : 0);
-    const int repeats =
-        arguments_.repeats > 0
-            ? arguments_.repeats
-            : std::clamp(static_cast<int>(arguments_.seconds / std::max(first, 1e-6)), 5, 101);
-    for (int repeat = 0; repeat < repeats; ++repeat) {
-      progress.show(op, repeat, repeats);
-      line.fused.push_back(seconds_of(fused));
-      if (unfused) line.unfused.push_back(seconds_of(unfused));
-    }
-    line.peak_after = measure_peak(line);
-    softmax_of_step_.reset();
-    return line;
-  }
-
-  // Whether logits and softmax fit into memory; without, only the fused operators run.
-  bool holds_logits() const { return holds_logits_; }
+  ~FirstTokens() { owner_.weight = std::move(part_.weight); }
+  FirstTokens(const FirstTokens&) = delete;
+  FirstTokens& operator=(const FirstTokens&) = delete;
+  Case& part() { return part_; }
 
  private:
-  std::function<void()> fused_work(const std::string& op) {
-    if (op == "forward") {
-      return [this] {
-        const ForwardResult forward = operators_.forward(whole());
-        static_cast<void>(operators_.loss(forward));
-      };
-    }
-    if (op == "gradient") return [this] { gradient(nullptr); };
-    if (op == "gradient-hp") return [this] { gradient(&*softmax_); };
-    if (op == "one-pass") {
-      return [this] {
-        static_cast<void>(
-            operators_.loss_and_gradient(grad_input_.matrix(), grad_weight_.matrix()));
-      };
-    }
-    return [this] {
-      const ForwardResult forward = operators_.forward(whole());
-      static_cast<void>(operators_.loss(forward));
-      gradient(nullptr);
-    };
-  }
-
-  std::function<void()> unfused_work(const std::string& op) {
-    if (!holds_logits_ || op == "gradient-hp") return {};
-    if (op == "forward") return [this] { write_softmax(); };
-    if (op == "gradient") return [this] { gradient(&*softmax_); };
-    return [this] {
-      write_softmax();
-      gradient(&*softmax_of_step_);
-    };
-  }
-
-  ShardRange whole() const { return {.begin = 0, .end = case_.shape().V}; }
-
-  void gradient(const HostTensor* softmax) {
-    Operators::GradientRequest request;
-    request.shard = whole();
-    request.local = &statistics_.shards.front();
-    request.merged = &statistics_.merged;
-    request.grad_input = grad_input_.matrix();
-    request.grad_weight = grad_weight_.matrix();
-    if (softmax != nullptr) {
-      request.mode = GradientMode::high_performance;
-      request.softmax = softmax->matrix();
-    }
-    operators_.gradient(request);
-  }
-
-  // The buffers live from one repeat to the next, as a framework's caching allocator has it.
-  void write_softmax() {
-    if (!softmax_of_step_) {
-      softmax_of_step_ = HostTensor(DType::f32, {case_.shape().BT, case_.shape().V});
-    }
-    const ForwardResult forward = operators_.forward(whole(), operators_.logits_dtype());
-    operators_.softmax(forward, *forward.logits, softmax_of_step_->matrix());
-  }
-
-  void make_softmax() {
-    if (!softmax_) softmax_ = run_softmax(case_, operators_, statistics_, {});
-  }
-
-  double measure_peak(const Line& line) {
-    return take(measure_peak_flops(line.isa, line.dtype, line.threads, 0.2));
-  }
-
-  const Case& case_;
-  LogitsRounding rounding_;
-  const BenchArguments& arguments_;
-  Operators operators_;
-  HostTensor grad_input_;
-  HostTensor grad_weight_;
-  StatisticsResult statistics_;
-  std::optional<HostTensor> softmax_;          // given to gradient and gradient-hp
-  std::optional<HostTensor> softmax_of_step_;  // made by the unfused computation
-  bool holds_logits_ = false;
+  Case& owner_;
+  HostTensor weight_;
+  Case part_;
 };
 
-std::string memory_text(const std::optional<int64_t>& bytes) {
-  return bytes ? format_bytes(*bytes) : "";
-}
-
-ordered_json memory_json(const std::optional<int64_t>& bytes) {
-  return bytes ? ordered_json(*bytes) : ordered_json();
-}
-
-ordered_json line_json(const Line& line) {
-  ordered_json entry = {
-      {"op", line.op},
-      {"shape", to_json(line.shape)},
-      {"dtype", logitless::name_of(line.dtype)},
-      {"isa", logitless::name_of(line.isa)},
-      {"threads", line.threads},
-      {"repeats", line.fused.size()},
-      {"median_seconds", median(line.fused)},
-      {"spread", line.spread()},
-      {"seconds_per_token",
-       median(line.fused) / static_cast<double>(std::max<int64_t>(line.shape.BT, 1))},
-      {"flops", line.flops},
-      {"gflops", line.gflops()},
-      {"peak_flops_before", line.peak_before},
-      {"peak_flops_after", line.peak_after},
-      {"ratio_to_peak", line.ratio_to_peak()},
-      {"workspace_bytes", line.workspace_bytes},
-      {"peak_memory_bytes", memory_json(line.memory)},
-      {"seconds", line.fused}};
-  if (!line.unfused.empty()) {
-    entry["unfused"] = {{"median_seconds", median(line.unfused)},
-                        {"time_ratio", median(line.unfused) / median(line.fused)},
-                        {"peak_memory_bytes", memory_json(line.unfused_memory)},
-                        {"seconds", line.unfused}};
+// Evenly spread, so that any block of tokens holds its share.
+void zero_gradients(Case& c, double fraction) {
+  const auto share = [&](int64_t b) { return std::floor(static_cast<double>(b) * fraction); };
+  for (int64_t b = 0; b < c.shape().BT; ++b) {
+    if (share(b + 1) == share(b)) continue;
+    c.grad.as<float>()[b] = 0;
+    if (c.grad_logsumexp) c.grad_logsumexp->as<float>()[b] = 0;
   }
-  return entry;
 }
 
-void print_lines(const std::vector<Line>& lines) {
-  Table table({{"BT,V,H", Align::left},
-               {"type", Align::left},
-               {"op", Align::left},
-               {"median", Align::right},
-               {"spread", Align::right},
-               {"GFLOP/s", Align::right},
-               {"of peak", Align::right},
-               {"workspace", Align::right},
-               {"memory", Align::right},
-               {"unfused", Align::right},
-               {"memory", Align::right},
-               {"/ fused", Align::right}});
-  for (const Line& line : lines) {
-    const bool beside = !line.unfused.empty();
-    table.row({fmt::format("{},{},{}", line.shape.BT, line.shape.V, line.shape.H),
-               logitless::name_of(line.dtype), line.op, format_seconds(median(line.fused)),
-               fmt::format("{:.1f} %", 100 * line.spread()), fmt::format("{:.1f}", line.gflops()),
-               fmt::format("{:.3f}", line.ratio_to_peak()), format_bytes(line.workspace_bytes),
-               memory_text(line.memory), beside ? format_seconds(median(line.unfused)) : "",
-               beside ? memory_text(line.unfused_memory) : "",
-               beside ? fmt::format("{:.2f} x", median(line.unfused) / median(line.fused)) : ""});
-  }
-  fmt::print("{}", table.str());
-}
-
-int run_bench(const BenchArguments& arguments) {
-  const RunSettings settings = arguments.common.settings();
-  std::vector<std::string> ops = arguments.ops;
-  if (ops.empty()) ops = {"forward", "gradient", "step", "one-pass"};
-  if (!arguments.case_arguments.paths.empty() && !arguments.shapes.empty()) {
-    fail("bench takes a CASE or --shape, not both");
-  }
-  Progress progress;
-  std::vector<Line> lines;
-  bool without_logits = false;
-  const auto run_case = [&](const Case& c) {
-    Bench bench(c, arguments, settings);
-    for (const std::string& op : ops) {
-      if (op == "gradient-hp" && !bench.holds_logits()) {
-        fail(fmt::format("gradient-hp holds softmax, which does not fit into memory for {}",
-                         format_shape(c.shape())));
-      }
-      lines.push_back(bench.run(op, progress));
+class BenchRun {
+ public:
+  explicit BenchRun(const BenchArguments& arguments)
+      : arguments_(arguments),
+        settings_(arguments.lists.settings()),
+        rounding_(parse_rounding(arguments.rounding)),
+        isa_(take(default_isa())),
+        ops_(arguments.ops) {
+    if (ops_.empty()) ops_ = {"forward", "gradient", "step", "one-pass"};
+    for (const RunSettings& settings : settings_) {
+      const int threads = settings.threads > 0 ? settings.threads : default_threads();
+      if (std::ranges::find(threads_, threads) == threads_.end()) threads_.push_back(threads);
     }
-    without_logits = without_logits || !bench.holds_logits();
-  };
-  if (!arguments.case_arguments.paths.empty()) {
-    run_case(arguments.case_arguments.load());
-  } else {
-    std::vector<std::string> shapes = arguments.shapes;
+  }
+
+  int run() {
+    check_arguments();
+    if (!arguments_.baseline.empty()) {
+      baseline_ = take(read_baseline(arguments_.baseline));
+      take(check_comparable(*baseline_, logitless::name_of(isa_), threads_));
+    }
+    if (!arguments_.case_arguments.paths.empty()) {
+      run_saved_case();
+    } else {
+      run_synthetic_cases();
+    }
+    std::vector<Comparison> comparisons;
+    if (baseline_) {
+      comparisons = compare_lines(lines_, *baseline_);
+      if (std::ranges::all_of(comparisons,
+                              [](const Comparison& c) { return c.before == nullptr; })) {
+        fail(
+            fmt::format("--baseline {}: none of its {} lines is of the shapes, types and options "
+                        "measured here",
+                        printable(arguments_.baseline), baseline_->lines.size()));
+      }
+    }
+    if (arguments_.lists.json) {
+      print_document(comparisons);
+    } else {
+      print_text(comparisons);
+    }
+    const bool slower = std::ranges::any_of(
+        comparisons, [](const Comparison& c) { return c.verdict == Verdict::slower; });
+    return slower ? kExitRegression : kExitFine;
+  }
+
+ private:
+  void check_arguments() const {
+    const bool synthetic = !arguments_.shapes.empty() || !arguments_.models.empty();
+    if (!arguments_.case_arguments.paths.empty() && synthetic) {
+      fail("bench takes a CASE, or --shape and --model, not both");
+    }
+    if (!arguments_.baseline.empty() && arguments_.repeats > 0 &&
+        arguments_.repeats < kLeastRepeats) {
+      fail(
+          fmt::format("--repeats is {}, must be at least {} with --baseline: it compares intervals",
+                      arguments_.repeats, kLeastRepeats));
+    }
+  }
+
+  void run_saved_case() {
+    CaseArguments chosen = arguments_.case_arguments;
+    std::vector<int64_t> tokens = arguments_.tokens;
+    if (!tokens.empty()) chosen.tokens = std::ranges::max(tokens);
+    Case c = chosen.load();
+    if (tokens.empty()) tokens = {c.shape().BT};
+    // The one pass takes a whole vocabulary; unasked, it is left out where it cannot run.
+    const bool one_pass = c.vocab_start_index == 0 && !c.grad_logsumexp;
+    if (!one_pass && arguments_.ops.empty()) {
+      std::erase(ops_, "one-pass");
+      notes_.push_back("one-pass is left out: it takes a vocabulary from 0 and no grad_logsumexp");
+    }
+    check_plans(tokens, c.shape().V, c.shape().H, c.dtype());
+    for (const int64_t count : tokens) {
+      FirstTokens first(c, count);
+      run_case(first.part(), "");
+    }
+  }
+
+  void run_synthetic_cases() {
+    const DType dtype = arguments_.case_arguments.dtype.empty()
+                            ? DType::bf16
+                            : take(parse_operand_dtype(arguments_.case_arguments.dtype));
+    const std::vector<Wanted> wanted = wanted_cases();
+    for (const Wanted& w : wanted) check_plans(w.tokens, w.V, w.H, dtype);
+    for (const Wanted& w : wanted) {
+      SyntheticOptions synthetic;
+      synthetic.tokens = std::ranges::max(w.tokens);
+      synthetic.vocab = w.V;
+      synthetic.hidden = w.H;
+      synthetic.dtype = dtype;
+      const int64_t rows = synthetic.tokens + w.V;
+      Case c = take(make_synthetic(synthetic, [&](int64_t done) {
+        if (done % 256 == 0) progress_.show("making a case", done, rows);
+      }));
+      for (const int64_t count : w.tokens) {
+        FirstTokens first(c, count);
+        set_mean_grad(first.part());
+        run_case(first.part(), w.model);
+      }
+    }
+  }
+
+  std::vector<Wanted> wanted_cases() const {
+    std::vector<std::string> shapes = arguments_.shapes;
     // LM heads of real models: LLaMA 1B-like, SmolLM2 135M.
-    if (shapes.empty()) shapes = {"1024,32000,2048", "1024,49152,576"};
+    if (shapes.empty() && arguments_.models.empty()) shapes = {"1024,32000,2048", "1024,49152,576"};
+    std::vector<Wanted> wanted;
     for (const std::string& text : shapes) {
       const Shape shape = take(parse_shape(text));
-      SyntheticOptions synthetic;
-      synthetic.tokens = shape.BT;
-      synthetic.vocab = shape.V;
-      synthetic.hidden = shape.H;
-      synthetic.dtype = arguments.case_arguments.dtype.empty()
-                            ? DType::bf16
-                            : take(parse_operand_dtype(arguments.case_arguments.dtype));
-      const int64_t rows = shape.BT + shape.V;
-      run_case(take(make_synthetic(synthetic, [&](int64_t done) {
-        if (done % 256 == 0) progress.show("making a case", done, rows);
-      })));
+      wanted.push_back({.model = "", .V = shape.V, .H = shape.H, .tokens = {shape.BT}});
+      if (!arguments_.tokens.empty()) wanted.back().tokens = arguments_.tokens;
+    }
+    for (const std::string& name : arguments_.models) {
+      const Model model = take(find_model(name));
+      wanted.push_back({.model = model.name, .V = model.V, .H = model.H, .tokens = {kModelTokens}});
+      if (!arguments_.tokens.empty()) wanted.back().tokens = arguments_.tokens;
+    }
+    return wanted;
+  }
+
+  // A limit too small for the last line is said before the first is measured.
+  void check_plans(const std::vector<int64_t>& tokens, int64_t V, int64_t H, DType dtype) const {
+    for (const int64_t BT : tokens) {
+      for (const RunSettings& settings : settings_) {
+        for (const std::string& op : ops_) {
+          for (const std::string& part : op == "step"
+                                             ? std::vector<std::string>{"forward", "gradient"}
+                                             : std::vector<std::string>{op}) {
+            take(plan_op({.op = part,
+                          .shape = {.BT = BT, .V = V, .H = H},
+                          .dtype = dtype,
+                          .rounding = rounding_,
+                          .grad_input = arguments_.only != "grad_weight",
+                          .grad_weight = arguments_.only != "grad_input"},
+                         settings.plan_options()));
+          }
+        }
+      }
     }
   }
-  if (arguments.common.json) {
+
+  void run_case(Case& c, const std::string& model) {
+    if (arguments_.zero_grad_rows > 0) zero_gradients(c, arguments_.zero_grad_rows);
+    for (const RunSettings& run_settings : settings_) {
+      BenchSettings settings;
+      settings.run = run_settings;
+      settings.rounding = rounding_;
+      settings.only = arguments_.only;
+      settings.repeats = arguments_.repeats;
+      settings.seconds = arguments_.seconds;
+      settings.cold = arguments_.cold;
+      settings.unfused = !arguments_.no_unfused;
+      settings.model = model;
+      settings.zero_grad_rows = arguments_.zero_grad_rows;
+      const int threads = run_settings.threads > 0 ? run_settings.threads : default_threads();
+      settings.read_bytes_per_second = read_bandwidth(threads);
+      Bench bench(c, settings);
+      for (const std::string& op : ops_) {
+        if (op == "gradient-hp" && !bench.holds_logits()) {
+          fail(fmt::format("gradient-hp holds softmax, which does not fit into memory for {}",
+                           format_shape(c.shape())));
+        }
+        lines_.push_back(bench.run(op, progress_));
+      }
+      if (settings.unfused && !bench.holds_logits()) {
+        notes_.push_back(
+            fmt::format("nothing unfused beside {}: logits and softmax do not fit into "
+                        "this machine's memory",
+                        format_shape(c.shape())));
+      }
+    }
+  }
+
+  double read_bandwidth(int threads) {
+    const auto known = bandwidths_.find(threads);
+    if (known != bandwidths_.end()) return known->second;
+    progress_.show("measuring read bandwidth");
+    const double seconds = std::clamp(arguments_.seconds / 10, 0.02, 0.2);
+    return bandwidths_[threads] = measure_read_bandwidth(threads, seconds);
+  }
+
+  // ---- results ---------------------------------------------------------------------------------
+
+  bool same_machine() const {
+    const MachineInfo machine = machine_info();
+    return baseline_->cpu == machine.cpu && baseline_->l3_bytes == machine.l3_bytes;
+  }
+
+  void print_document(const std::vector<Comparison>& comparisons) const {
     const MachineInfo machine = machine_info();
     ordered_json list = ordered_json::array();
-    for (const Line& line : lines) list.push_back(line_json(line));
-    print_json({{"cpu", machine.cpu},
-                {"l2_bytes", machine.l2_bytes},
-                {"l3_bytes", machine.l3_bytes},
-                {"compiler", build_compiler()},
-                {"commit", build_commit()},
-                {"logits_rounding", arguments.rounding},
-                {"cases", std::move(list)}});
-    return kExitFine;
+    for (const BenchLine& line : lines_) list.push_back(cli::to_json(line));
+    ordered_json document = {{"schema", kBenchSchema},
+                             {"date", now_utc()},
+                             {"version", LOGITLESS_VERSION},
+                             {"commit", build_commit()},
+                             {"compiler", build_compiler()},
+                             {"cpu", machine.cpu},
+                             {"l1d_bytes", machine.l1d_bytes},
+                             {"l2_bytes", machine.l2_bytes},
+                             {"l3_bytes", machine.l3_bytes},
+                             {"amx_present", machine.amx_present},
+                             {"isa", logitless::name_of(isa_)},
+                             {"threads", threads_},
+                             {"logits_rounding", arguments_.rounding},
+                             {"interval_percentiles", kPercentiles},
+                             {"notes", notes_},
+                             {"cases", std::move(list)}};
+    if (baseline_) document["baseline"] = baseline_json(comparisons);
+    print_json(document);
   }
-  const Line& last = lines.back();
-  fmt::print("{}, {} thread{}; peak {:.1f} GFLOP/s, measured around each line in this process\n\n",
-             logitless::name_of(last.isa), last.threads, last.threads == 1 ? "" : "s",
-             last.peak() * 1e-9);
-  print_lines(lines);
-  if (without_logits) {
+
+  ordered_json baseline_json(const std::vector<Comparison>& comparisons) const {
+    ordered_json list = ordered_json::array();
+    int slower = 0;
+    for (size_t i = 0; i < comparisons.size(); ++i) {
+      const Comparison& c = comparisons[i];
+      ordered_json entry = {{"case", i}, {"verdict", name_of(c.verdict)}};
+      if (c.before != nullptr) {
+        entry["ratio_to_peak"] = c.before->ratio_to_peak;
+        entry["ratio_interval"] = {c.before->ratio_interval.low, c.before->ratio_interval.high};
+      }
+      slower += c.verdict == Verdict::slower ? 1 : 0;
+      list.push_back(std::move(entry));
+    }
+    return {{"file", baseline_->source},      {"commit", baseline_->commit},
+            {"date", baseline_->date},        {"cpu", baseline_->cpu},
+            {"same_machine", same_machine()}, {"regressions", slower},
+            {"lines", std::move(list)}};
+  }
+
+  // Whether a column says something that the heading does not: its values differ.
+  template <typename Of>
+  bool varies(const Of& of) const {
+    return std::ranges::any_of(lines_, [&](const BenchLine& l) { return of(l) != of(lines_[0]); });
+  }
+
+  // The columns that tell one line from another.
+  struct Names {
+    bool model = false;
+    bool threads = false;
+    bool limit = false;
+  };
+  Names names() const {
+    return {.model = std::ranges::any_of(lines_, [](const auto& l) { return !l.model.empty(); }),
+            .threads = varies([](const BenchLine& l) { return l.threads; }),
+            .limit = varies([](const BenchLine& l) { return l.workspace_limit_bytes; })};
+  }
+  static std::vector<Table::Column> name_columns(const Names& names) {
+    std::vector<Table::Column> columns;
+    if (names.model) columns.push_back({"model", Align::left});
+    columns.insert(columns.end(),
+                   {{"BT,V,H", Align::left}, {"type", Align::left}, {"op", Align::left}});
+    if (names.threads) columns.push_back({"threads", Align::right});
+    if (names.limit) columns.push_back({"limit", Align::right});
+    return columns;
+  }
+  static std::vector<std::string> name_cells(const Names& names, const BenchLine& line) {
+    std::vector<std::string> cells;
+    if (names.model) cells.push_back(line.model);
+    cells.push_back(fmt::format("{},{},{}", line.shape.BT, line.shape.V, line.shape.H));
+    cells.emplace_back(logitless::name_of(line.dtype));
+    cells.push_back(line.op + (line.only.empty() ? "" : " (" + line.only + ")"));
+    if (names.threads) cells.push_back(fmt::format("{}", line.threads));
+    if (names.limit) {
+      cells.push_back(line.workspace_limit_bytes == 0 ? "default"
+                                                      : format_bytes(line.workspace_limit_bytes));
+    }
+    return cells;
+  }
+
+  void print_text(const std::vector<Comparison>& comparisons) const {
+    const BenchLine& last = lines_.back();
+    std::vector<std::string> threads;
+    for (const int count : threads_) threads.push_back(fmt::format("{}", count));
     fmt::print(
-        "\nlogits and softmax do not fit into this machine's memory: nothing unfused beside\n");
+        "{}, {} thread{}; peak {:.1f} GFLOP/s, measured around each line in this process; "
+        "reading {:.1f} GB/s\n",
+        logitless::name_of(isa_), fmt::join(threads, ", "),
+        threads_ == std::vector<int>{1} ? "" : "s", last.peak() * 1e-9,
+        last.read_bytes_per_second * 1e-9);
+    if (const std::string amx = amx_note(machine_info().amx_present); !amx.empty()) {
+      fmt::print("AMX {}\n", amx);
+    }
+    if (arguments_.zero_grad_rows > 0) {
+      fmt::print("gradient 0 in {:.3g} % of the rows\n", 100 * arguments_.zero_grad_rows);
+    }
+    fmt::print("\n");
+    print_lines();
+    for (const std::string& note : notes_) fmt::print("\n{}\n", note);
+    if (baseline_) print_comparisons(comparisons);
   }
-  return kExitFine;
-}
+
+  void print_lines() const {
+    const Names which = names();
+    const bool unfused =
+        std::ranges::any_of(lines_, [](const auto& line) { return !line.unfused.empty(); });
+    std::vector<Table::Column> columns = name_columns(which);
+    columns.insert(columns.end(), {{"median", Align::right}, {"spread", Align::right}});
+    if (arguments_.cold) columns.push_back({"cold", Align::right});
+    columns.insert(columns.end(), {{"GFLOP/s", Align::right},
+                                   {"of peak", Align::right},
+                                   {"of roofline", Align::right},
+                                   {"workspace", Align::right},
+                                   {"memory", Align::right}});
+    if (unfused) {
+      columns.insert(
+          columns.end(),
+          {{"unfused", Align::right}, {"memory", Align::right}, {"/ fused", Align::right}});
+    }
+    Table table(columns);
+    const auto memory = [](const std::optional<int64_t>& bytes) {
+      return bytes ? format_bytes(*bytes) : "";
+    };
+    for (const BenchLine& line : lines_) {
+      std::vector<std::string> cells = name_cells(which, line);
+      cells.push_back(format_seconds(line.seconds_median()));
+      cells.push_back(fmt::format("{:.1f} %", 100 * line.spread()));
+      if (arguments_.cold) cells.push_back(format_seconds(median(line.cold)));
+      cells.push_back(fmt::format("{:.1f}", line.flops / line.seconds_median() * 1e-9));
+      cells.push_back(fmt::format("{:.3f}", line.ratio_to_peak()));
+      cells.push_back(fmt::format("{:.3f}", line.ratio_to_roofline()));
+      cells.push_back(format_bytes(line.workspace_bytes));
+      cells.push_back(memory(line.memory));
+      if (!line.unfused.empty()) {
+        cells.push_back(format_seconds(median(line.unfused)));
+        cells.push_back(memory(line.unfused_memory));
+        cells.push_back(fmt::format("{:.2f} x", median(line.unfused) / line.seconds_median()));
+      }
+      table.row(std::move(cells));
+    }
+    fmt::print("{}", table.str());
+  }
+
+  void print_comparisons(const std::vector<Comparison>& comparisons) const {
+    const Names which = names();
+    std::vector<Table::Column> columns = name_columns(which);
+    columns.insert(columns.end(), {{"before, of peak", Align::right},
+                                   {"now, of peak", Align::right},
+                                   {"change", Align::right},
+                                   {"", Align::left}});
+    Table table(columns);
+    const auto text = [](double ratio, const Interval& interval) {
+      return fmt::format("{:.3f} ({:.3f} to {:.3f})", ratio, interval.low, interval.high);
+    };
+    int slower = 0;
+    for (const Comparison& c : comparisons) {
+      std::vector<std::string> cells = name_cells(which, *c.now);
+      cells.push_back(
+          c.before == nullptr ? "" : text(c.before->ratio_to_peak, c.before->ratio_interval));
+      cells.push_back(text(c.now->ratio_to_peak(), c.now->ratio_interval()));
+      cells.push_back(
+          c.before == nullptr
+              ? ""
+              : fmt::format("{:+.1f} %",
+                            100 * (c.now->ratio_to_peak() / c.before->ratio_to_peak - 1)));
+      cells.emplace_back(name_of(c.verdict));
+      table.row(std::move(cells));
+      slower += c.verdict == Verdict::slower ? 1 : 0;
+    }
+    fmt::print("\nBeside {} (commit {}, {})\n", printable(baseline_->source),
+               baseline_->commit.empty() ? "unknown" : printable(baseline_->commit),
+               printable(baseline_->date));
+    if (!same_machine()) {
+      fmt::print("which was measured on another machine, {}: ratios to the peak say less then\n",
+                 printable(baseline_->cpu));
+    }
+    fmt::print("\n{}", table.str());
+    fmt::print(
+        "slower or faster: the intervals from the {:.0f}th to the {:.0f}th percentile do not "
+        "overlap\n",
+        kPercentiles[0], kPercentiles[1]);
+    fmt::print("{} of {} lines slower\n", slower, comparisons.size());
+  }
+
+  const BenchArguments& arguments_;
+  std::vector<RunSettings> settings_;
+  LogitsRounding rounding_;
+  Isa isa_;
+  std::vector<int> threads_;
+  std::vector<std::string> ops_;
+  std::optional<Baseline> baseline_;
+  std::map<int, double> bandwidths_;
+  Progress progress_;
+  std::vector<BenchLine> lines_;
+  std::vector<std::string> notes_;
+};
 
 }  // namespace
 
@@ -355,17 +481,42 @@ void add_bench(CLI::App& app, Command& command) {
       "bench",
       "Time the fused operators beside the same computation with logits held in memory, as ratios "
       "to the machine's peak measured in the same process");
-  add_case_options(*sub, arguments->case_arguments, false);
+  add_case_options(*sub, arguments->case_arguments, false, false);
   sub->add_option("--shape", arguments->shapes, "One or more of BT,V,H, instead of a CASE")
       ->type_name("BT,V,H");
+  sub->add_option("--model", arguments->models,
+                  "Heads of public models, for example llama-3-8b,gpt-2, instead of a CASE")
+      ->delimiter(',')
+      ->type_name("NAME,...");
+  sub->add_option("--tokens", arguments->tokens,
+                  "BT of --model (default 1024) and --shape, or the first N tokens of the CASE; "
+                  "several: one after the other")
+      ->delimiter(',')
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("N,...");
   sub->add_option("--op", arguments->ops,
                   "forward, gradient, gradient-hp, step, one-pass; default: all but gradient-hp")
       ->delimiter(',')
-      ->check(CLI::IsMember(kOps))
+      ->check(CLI::IsMember(kBenchOps))
       ->type_name("OP,...");
+  sub->add_option("--only", arguments->only, "Of the gradients only grad_input or grad_weight")
+      ->check(CLI::IsMember({"grad_input", "grad_weight"}))
+      ->type_name("GRADIENT");
+  sub->add_option("--zero-grad-rows", arguments->zero_grad_rows,
+                  "Fraction of the rows whose grad is set to 0, evenly spread")
+      ->check(CLI::Range(0.0, 1.0, "FRACTION"))
+      ->type_name("FRACTION");
   sub->add_option("--logits-rounding", arguments->rounding, "none or operand")
       ->capture_default_str()
       ->type_name("ROUNDING");
+  sub->add_flag("--cold", arguments->cold,
+                "Also time calls with flushed caches and a fresh workspace");
+  sub->add_flag("--no-unfused", arguments->no_unfused,
+                "Nothing with logits held in memory beside it");
+  sub->add_option("--baseline", arguments->baseline,
+                  "What an earlier bench --json printed: compare with it; exit status 1 if a line "
+                  "is slower")
+      ->type_name("FILE");
   sub->add_option("--repeats", arguments->repeats, "Default: as many as fit --seconds, 5 to 101")
       ->check(CLI::Range(1, 10000, "REPEATS"))
       ->type_name("N");
@@ -373,10 +524,13 @@ void add_bench(CLI::App& app, Command& command) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str()
       ->type_name("SECONDS");
-  add_common_options(*sub, arguments->common);
+  add_list_options(*sub, arguments->lists);
   sub->footer(
-      example("  logitless bench --shape 1024,32000,2048 --op forward,gradient --dtype bf16"));
-  sub->callback([arguments, &command] { command = [arguments] { return run_bench(*arguments); }; });
+      example("  logitless bench --shape 1024,32000,2048 --op forward,gradient --dtype bf16\n"
+              "  logitless bench --model smollm2-135m --json > before.json\n"
+              "  logitless bench --model smollm2-135m --baseline before.json"));
+  sub->callback(
+      [arguments, &command] { command = [arguments] { return BenchRun(*arguments).run(); }; });
 }
 
 }  // namespace logitless::cli

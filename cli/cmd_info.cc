@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cli/amx_note.h"
 #include "cli/build_info.h"
 #include "cli/commands.h"
 #include "cli/failure.h"
@@ -93,8 +94,10 @@ int run_info(const InfoArguments& arguments) {
   fmt::print("logitless   {}{}, {}\n", LOGITLESS_VERSION,
              build_commit().empty() ? "" : " (" + build_commit() + ")", build_compiler());
   fmt::print("cpu         {}\n", machine.cpu);
-  fmt::print("isa         {} of {}{}\n", logitless::name_of(chosen), fmt::join(isas, ", "),
-             machine.amx_present ? " (AMX is there but unused)" : "");
+  fmt::print("isa         {} of {}\n", logitless::name_of(chosen), fmt::join(isas, ", "));
+  if (const std::string amx = amx_note(machine.amx_present); !amx.empty()) {
+    fmt::print("AMX         {}\n", amx);
+  }
   fmt::print("threads     {}\n", threads);
   fmt::print("caches      L1d {}, L2 {} per core, L3 {} shared\n", format_bytes(machine.l1d_bytes),
              format_bytes(machine.l2_bytes), format_bytes(machine.l3_bytes));

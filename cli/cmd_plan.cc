@@ -1,96 +1,70 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <array>
-
 #include "cli/commands.h"
 #include "cli/failure.h"
+#include "cli/models.h"
+#include "cli/plan_op.h"
 #include "cli/units.h"
 
 namespace logitless::cli {
 namespace {
 
 struct PlanArguments {
-  CommonOptions common;
+  ListOptions lists;
   std::vector<std::string> shapes;
+  std::vector<std::string> models;
+  std::optional<int64_t> tokens;
   std::vector<std::string> ops;
   std::string dtype = "bf16";
   std::string rounding = "none";
 };
 
-struct Described {
-  std::string op;
-  Shape shape;
-  Isa isa;
-  int threads;
-  int64_t workspace_bytes;
-  std::string text;
-};
-
-template <typename Plan>
-Described describe(const std::string& op, const Plan& plan) {
-  return {.op = op,
-          .shape = plan.shape(),
-          .isa = plan.isa(),
-          .threads = plan.threads(),
-          .workspace_bytes = plan.workspace_bytes(),
-          .text = plan.describe()};
-}
-
-constexpr std::array<const char*, 4> kOps = {"forward", "gradient", "gradient-hp", "one-pass"};
-
 int run_plan(const PlanArguments& arguments) {
-  const PlanOptions options = arguments.common.settings().plan_options();
-  const DType dtype = take(parse_operand_dtype(arguments.dtype));
-  const LogitsRounding rounding = parse_rounding(arguments.rounding);
+  const std::vector<RunSettings> settings = arguments.lists.settings();
+  PlanRequest request;
+  request.dtype = take(parse_operand_dtype(arguments.dtype));
+  request.rounding = parse_rounding(arguments.rounding);
   std::vector<std::string> ops = arguments.ops;
-  if (ops.empty()) ops.assign(kOps.begin(), kOps.end());
-  std::vector<Described> plans;
+  if (ops.empty()) ops.assign(kPlannedOps.begin(), kPlannedOps.end());
+  std::vector<Shape> shapes;
   for (const std::string& text : arguments.shapes) {
-    const Shape shape = take(parse_shape(text));
+    shapes.push_back(take(parse_shape(text)));
+    if (arguments.tokens) shapes.back().BT = *arguments.tokens;
+  }
+  for (const std::string& name : arguments.models) {
+    const Model model = take(find_model(name));
+    shapes.push_back({.BT = arguments.tokens.value_or(1024), .V = model.V, .H = model.H});
+  }
+  if (shapes.empty()) fail("plan takes --shape or --model");
+  std::vector<PlanSummary> plans;
+  for (const Shape& shape : shapes) {
+    request.shape = shape;
     for (const std::string& op : ops) {
-      if (op == "forward") {
-        ForwardTypes types;
-        types.operand = dtype;
-        types.logits_rounding = rounding;
-        plans.push_back(describe(op, take(plan_forward(shape, types, options))));
-        continue;
+      request.op = op;
+      for (const RunSettings& one : settings) {
+        plans.push_back(take(plan_op(request, one.plan_options())));
       }
-      if (op == "one-pass") {
-        LossAndGradientTypes types;
-        types.operand = dtype;
-        types.grad_input = GradientOutput{.dtype = dtype};
-        types.grad_weight = GradientOutput{.dtype = dtype};
-        plans.push_back(describe(op, take(plan_loss_and_gradient(shape, types, options))));
-        continue;
-      }
-      GradientTypes types;
-      types.operand = dtype;
-      types.mode = op == "gradient" ? GradientMode::memory_saving : GradientMode::high_performance;
-      types.logits_rounding = rounding;
-      types.grad_input = GradientOutput{.dtype = dtype};
-      types.grad_weight = GradientOutput{.dtype = dtype};
-      plans.push_back(describe(op, take(plan_gradient(shape, types, options))));
     }
   }
-  if (arguments.common.json) {
+  if (arguments.lists.json) {
     ordered_json list = ordered_json::array();
-    for (const Described& plan : plans) {
+    for (const PlanSummary& plan : plans) {
       list.push_back({{"op", plan.op},
                       {"shape", to_json(plan.shape)},
-                      {"dtype", logitless::name_of(dtype)},
+                      {"dtype", logitless::name_of(request.dtype)},
                       {"isa", logitless::name_of(plan.isa)},
                       {"threads", plan.threads},
                       {"workspace_bytes", plan.workspace_bytes},
+                      {"strategy", plan.strategy},
                       {"describe", plan.text}});
     }
     print_json({{"plans", std::move(list)}});
     return kExitFine;
   }
-  for (const Described& plan : plans) {
+  for (const PlanSummary& plan : plans) {
     fmt::print("{} {} {}: workspace {}\n{}{}\n", plan.op, format_shape(plan.shape),
-               logitless::name_of(dtype), format_bytes(plan.workspace_bytes), plan.text,
+               logitless::name_of(request.dtype), format_bytes(plan.workspace_bytes), plan.text,
                plan.text.ends_with('\n') ? "" : "\n");
   }
   return kExitFine;
@@ -102,12 +76,17 @@ void add_plan(CLI::App& app, Command& command) {
   const auto arguments = std::make_shared<PlanArguments>();
   CLI::App* sub = app.add_subcommand(
       "plan", "Print what would run: schedule, tiles, chunks, workspace; nothing is computed");
-  sub->add_option("--shape", arguments->shapes, "One or more of BT,V,H")
-      ->required()
-      ->type_name("BT,V,H");
+  sub->add_option("--shape", arguments->shapes, "One or more of BT,V,H")->type_name("BT,V,H");
+  sub->add_option("--model", arguments->models,
+                  "Heads of public models, for example llama-3-8b,gpt-2")
+      ->delimiter(',')
+      ->type_name("NAME,...");
+  sub->add_option("--tokens", arguments->tokens, "BT of --model (default 1024) and --shape")
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("N");
   sub->add_option("--op", arguments->ops, "forward, gradient, gradient-hp, one-pass; default: all")
       ->delimiter(',')
-      ->check(CLI::IsMember(kOps))
+      ->check(CLI::IsMember(kPlannedOps))
       ->type_name("OP,...");
   sub->add_option("--dtype", arguments->dtype, "Of input and weight: f32, f16 or bf16")
       ->capture_default_str()
@@ -115,8 +94,10 @@ void add_plan(CLI::App& app, Command& command) {
   sub->add_option("--logits-rounding", arguments->rounding, "none or operand")
       ->capture_default_str()
       ->type_name("ROUNDING");
-  add_common_options(*sub, arguments->common);
-  sub->footer(example("  logitless plan --shape 1024,32000,2048 --workspace-limit 64MiB"));
+  add_list_options(*sub, arguments->lists);
+  sub->footer(
+      example("  logitless plan --shape 1024,32000,2048 --workspace-limit 64MiB\n"
+              "  logitless plan --model llama-3-8b --threads 16,64,128"));
   sub->callback([arguments, &command] { command = [arguments] { return run_plan(*arguments); }; });
 }
 

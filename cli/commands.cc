@@ -24,6 +24,22 @@ RunSettings CommonOptions::settings() const {
   return settings;
 }
 
+std::vector<RunSettings> ListOptions::settings() const {
+  std::vector<RunSettings> list;
+  const std::vector<int> counts = threads.empty() ? std::vector<int>{0} : threads;
+  const std::vector<std::string> limits =
+      workspace_limits.empty() ? std::vector<std::string>{""} : workspace_limits;
+  for (const int count : counts) {
+    for (const std::string& limit : limits) {
+      CommonOptions one;
+      one.threads = count;
+      one.workspace_limit = limit;
+      list.push_back(one.settings());
+    }
+  }
+  return list;
+}
+
 Case CaseArguments::load() const {
   CaseOptions options;
   options.tokens = tokens;
@@ -44,16 +60,34 @@ void add_common_options(CLI::App& sub, CommonOptions& common) {
       ->type_name("SIZE");
 }
 
-void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required) {
+void add_list_options(CLI::App& sub, ListOptions& lists) {
+  sub.add_flag("--json", lists.json, "Print one JSON document instead of text");
+  sub.add_option(
+         "--threads", lists.threads,
+         "Threads, one number or several; default: OMP_NUM_THREADS or the CPUs this process "
+         "may use")
+      ->delimiter(',')
+      ->check(CLI::PositiveNumber)
+      ->type_name("N,...");
+  sub.add_option("--workspace-limit", lists.workspace_limits,
+                 "At most this much workspace per operator, for example 64MiB; several: one after "
+                 "the other")
+      ->delimiter(',')
+      ->type_name("SIZE,...");
+}
+
+void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required, bool with_tokens) {
   CLI::Option* paths = sub.add_option(
       "case", arguments.paths,
       "One or more safetensors files that together hold input [BT, H], weight [V, H], target [BT] "
       "and, if wanted, grad [BT] and grad_logsumexp [BT]");
   paths->type_name("CASE")->expected(-1);
   if (required) paths->required();
-  sub.add_option("--tokens", arguments.tokens, "Only the first N tokens of the case")
-      ->check(CLI::NonNegativeNumber)
-      ->type_name("N");
+  if (with_tokens) {
+    sub.add_option("--tokens", arguments.tokens, "Only the first N tokens of the case")
+        ->check(CLI::NonNegativeNumber)
+        ->type_name("N");
+  }
   sub.add_option("--dtype", arguments.dtype, "Convert input and weight to f32, f16 or bf16")
       ->type_name("TYPE");
   sub.add_option("--weight-name", arguments.weight_name,

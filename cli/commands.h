@@ -28,6 +28,15 @@ struct CommonOptions {
   RunSettings settings() const;
 };
 
+// The same where several may be given: every limit with every number of threads.
+struct ListOptions {
+  bool json = false;
+  std::vector<int> threads;
+  std::vector<std::string> workspace_limits;
+
+  std::vector<RunSettings> settings() const;
+};
+
 // How a case is named on the command line.
 struct CaseArguments {
   std::vector<std::string> paths;
@@ -53,7 +62,9 @@ void add_plan(CLI::App& app, Command& command);
 
 // Shared by them.
 void add_common_options(CLI::App& sub, CommonOptions& common);
-void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required = true);
+void add_list_options(CLI::App& sub, ListOptions& lists);
+void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required = true,
+                      bool with_tokens = true);
 std::string example(const std::string& lines);  // the footer of --help
 LogitsRounding parse_rounding(const std::string& text);
 const char* name_of(LogitsRounding rounding);

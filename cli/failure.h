@@ -11,6 +11,7 @@ namespace logitless::cli {
 // The program's exit codes, as documented in `logitless --help`.
 inline constexpr int kExitFine = 0;
 inline constexpr int kExitVerificationFailed = 1;
+inline constexpr int kExitRegression = 1;  // a benchmark is slower than its baseline
 inline constexpr int kExitBadInput = 2;
 inline constexpr int kExitCancelled = 130;  // 128 + SIGINT, the shell's convention
 

@@ -44,7 +44,9 @@ int main(int argc, char** argv) {
   app.set_version_flag("--version", "logitless " LOGITLESS_VERSION);
   app.require_subcommand(1);
   app.footer(
-      "Exit code: 0 fine, 1 a verification failed, 2 bad usage or input, 130 interrupted.\n" +
+      "Exit code: 0 fine, 1 a verification failed or a benchmark is slower than its baseline, 2 "
+      "bad "
+      "usage or input, 130 interrupted.\n" +
       example("  logitless make case.safetensors --tokens 1024 --vocab 32000 --hidden 1024\n"
               "  logitless verify case.safetensors"));
   add_info(app, command);

@@ -73,7 +73,25 @@ std::optional<HostTensor> Operators::counts() const {
   return bytes;
 }
 
+double Operators::product_flops(int64_t rows, int64_t V) const {
+  return 2.0 * static_cast<double>(rows) * static_cast<double>(V) *
+         static_cast<double>(case_.shape().H);
+}
+
 ForwardResult Operators::forward(ShardRange shard, std::optional<DType> logits) {
+  const int64_t BT = case_.shape().BT;
+  ForwardResult result{.logits_max = HostTensor(DType::f32, {BT}),
+                       .sum_exp_logits = HostTensor(DType::f32, {BT}),
+                       .predicted_logits = HostTensor(DType::f32, {BT}),
+                       .target_mask = HostTensor(DType::u8, {packed_mask_bytes(BT)}),
+                       .masked_target = HostTensor(case_.target.dtype(), {BT}),
+                       .logits = {}};
+  if (logits) result.logits = HostTensor(*logits, {BT, shard.size()});
+  forward(shard, logits, result);
+  return result;
+}
+
+void Operators::forward(ShardRange shard, std::optional<DType> logits, ForwardResult& result) {
   const Shape shape{.BT = case_.shape().BT, .V = shard.size(), .H = case_.shape().H};
   ForwardTypes types;
   types.operand = case_.dtype();
@@ -83,14 +101,6 @@ ForwardResult Operators::forward(ShardRange shard, std::optional<DType> logits) 
   const ForwardPlan plan = take(plan_forward(shape, types, settings_.plan_options()));
   isa_ = plan.isa();
   threads_ = plan.threads();
-
-  ForwardResult result{.logits_max = HostTensor(DType::f32, {shape.BT}),
-                       .sum_exp_logits = HostTensor(DType::f32, {shape.BT}),
-                       .predicted_logits = HostTensor(DType::f32, {shape.BT}),
-                       .target_mask = HostTensor(DType::u8, {packed_mask_bytes(shape.BT)}),
-                       .masked_target = HostTensor(types.target, {shape.BT}),
-                       .logits = {}};
-  if (logits) result.logits = HostTensor(*logits, {shape.BT, shape.V});
 
   ForwardOperands operands;
   operands.input = case_.input.matrix();
@@ -108,12 +118,10 @@ ForwardResult Operators::forward(ShardRange shard, std::optional<DType> logits) 
   outputs.masked_target = result.masked_target.vector();
   if (result.logits) outputs.logits = result.logits->matrix();
 
-  const double flops = 2.0 * static_cast<double>(shape.BT) * static_cast<double>(shape.V) *
-                       static_cast<double>(shape.H);
+  const double flops = product_flops(case_.counting_tokens(), shape.V);
   timed("forward", flops, plan, [&](std::span<std::byte> workspace) {
     return run(plan, operands, outputs, workspace, settings_.cancel);
   });
-  return result;
 }
 
 ForwardResult Operators::merge(std::span<const ForwardResult> shards) {
@@ -190,7 +198,8 @@ void Operators::softmax(const ForwardResult& merged, const HostTensor& logits,
   });
 }
 
-HostTensor Operators::loss_and_gradient(MatrixView grad_input, MatrixView grad_weight) {
+HostTensor Operators::loss_and_gradient(const std::optional<MatrixView>& grad_input,
+                                        const std::optional<MatrixView>& grad_weight) {
   const Shape shape = case_.shape();
   if (case_.vocab_start_index != 0) {
     fail("one pass takes a whole vocabulary: vocab_start_index must be 0");
@@ -199,8 +208,13 @@ HostTensor Operators::loss_and_gradient(MatrixView grad_input, MatrixView grad_w
   LossAndGradientTypes types;
   types.operand = case_.dtype();
   types.target = case_.target.dtype();
-  types.grad_input = GradientOutput{.dtype = grad_input.dtype, .accumulate = false};
-  types.grad_weight = GradientOutput{.dtype = grad_weight.dtype, .accumulate = false};
+  const auto output = [](const std::optional<MatrixView>& view) {
+    std::optional<GradientOutput> type;
+    if (view) type = GradientOutput{.dtype = view->dtype, .accumulate = false};
+    return type;
+  };
+  types.grad_input = output(grad_input);
+  types.grad_weight = output(grad_weight);
   const LossAndGradientPlan plan =
       take(plan_loss_and_gradient(shape, types, settings_.plan_options()));
   isa_ = plan.isa();
@@ -216,9 +230,10 @@ HostTensor Operators::loss_and_gradient(MatrixView grad_input, MatrixView grad_w
   outputs.loss = loss.vector();
   outputs.grad_input = grad_input;
   outputs.grad_weight = grad_weight;
-  const double product = 2.0 * static_cast<double>(shape.BT) * static_cast<double>(shape.V) *
-                         static_cast<double>(shape.H);
-  timed("loss and gradient", 3 * product, plan, [&](std::span<std::byte> workspace) {
+  const int gradients = (grad_input ? 1 : 0) + (grad_weight ? 1 : 0);
+  const double flops = product_flops(case_.counting_tokens(), shape.V) +
+                       gradients * product_flops(case_.tokens_with_gradient(), shape.V);
+  timed("loss and gradient", flops, plan, [&](std::span<std::byte> workspace) {
     return run(plan, operands, outputs, workspace, settings_.cancel);
   });
   return loss;
@@ -312,11 +327,10 @@ void Operators::gradient(const GradientRequest& request) {
   }
   const GradientOutputs outputs{.grad_input = request.grad_input,
                                 .grad_weight = request.grad_weight};
-  // Each product, the recomputed logits among them, is 2 BT V H.
+  // Each product, the recomputed logits among them.
   const int products = (request.mode == GradientMode::memory_saving ? 1 : 0) +
                        (request.grad_input ? 1 : 0) + (request.grad_weight ? 1 : 0);
-  const double flops = 2.0 * products * static_cast<double>(shape.BT) *
-                       static_cast<double>(shape.V) * static_cast<double>(shape.H);
+  const double flops = products * product_flops(case_.tokens_with_gradient(), shape.V);
   timed(request.mode == GradientMode::memory_saving ? "gradient memory-saving"
                                                     : "gradient high-performance",
         flops, plan, [&](std::span<std::byte> workspace) {

@@ -38,7 +38,8 @@ struct RunSettings {
   }
 };
 
-// What one call cost; `flops` is 2 per multiply-add of its products.
+// What one call cost; `flops` is 2 per multiply-add of its products, over the rows that count in
+// each: nothing is multiplied for the others.
 struct Cost {
   std::string stage;
   double seconds = 0;
@@ -98,6 +99,8 @@ class Operators {
       : case_(c), settings_(settings), rounding_(rounding), scope_(scope) {}
 
   ForwardResult forward(ShardRange shard, std::optional<DType> logits = {});
+  // Into the result of an earlier call with the same arguments: its memory is used again.
+  void forward(ShardRange shard, std::optional<DType> logits, ForwardResult& result);
   // masked_target of the result is relative to the whole case.
   ForwardResult merge(std::span<const ForwardResult> shards);
   LossResult loss(const ForwardResult& merged);
@@ -121,8 +124,10 @@ class Operators {
   };
   void gradient(const GradientRequest& request);
 
-  // Loss and both gradients of the whole case in one call, the case's `grad` as token weights.
-  HostTensor loss_and_gradient(MatrixView grad_input, MatrixView grad_weight);
+  // Loss and the gradients that are given a place, of the whole case in one call, the case's `grad`
+  // as token weights.
+  HostTensor loss_and_gradient(const std::optional<MatrixView>& grad_input,
+                               const std::optional<MatrixView>& grad_weight);
   // The same by the strategy named, on a case of any shard (see Scope::step), gradients as `dtype`.
   // Nothing where its workspace does not fit the limit.
   std::optional<StepResult> step(Strategy strategy, DType dtype);
@@ -140,6 +145,7 @@ class Operators {
   bool counts(int64_t b) const;
   // The bytes of a row filter, where some token does not count.
   std::optional<HostTensor> counts() const;
+  double product_flops(int64_t rows, int64_t V) const;
 
   const Case& case_;
   RunSettings settings_;

@@ -25,7 +25,7 @@ std::optional<int64_t> proc_kib(const char* path, const std::string& key) {
 
 std::optional<int64_t> peak_memory_of(const std::function<void()>& work) {
   // Freed pages of earlier work must not hide the new ones.
-  ::malloc_trim(0);
+  release_free_memory();
   std::ofstream reset("/proc/self/clear_refs");
   reset << "5" << std::flush;  // 5: VmHWM starts again at the present VmRSS
   const bool was_reset = reset.good();
@@ -35,6 +35,8 @@ std::optional<int64_t> peak_memory_of(const std::function<void()>& work) {
   if (!was_reset || !before || !peak) return std::nullopt;
   return std::max<int64_t>(*peak - *before, 0);
 }
+
+void release_free_memory() { ::malloc_trim(0); }
 
 int64_t available_memory_bytes() { return proc_kib("/proc/meminfo", "MemAvailable").value_or(0); }
 

@@ -14,4 +14,7 @@ std::optional<int64_t> peak_memory_of(const std::function<void()>& work);
 // What the system could still give without swapping; 0 where it does not say.
 int64_t available_memory_bytes();
 
+// Gives the pages of freed memory back to the system: what is allocated next is fresh.
+void release_free_memory();
+
 }  // namespace logitless::cli

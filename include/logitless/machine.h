@@ -44,7 +44,7 @@ struct MachineInfo {
   int64_t l1d_bytes = 0;     // per core; a documented default where the system does not say
   int64_t l2_bytes = 0;      // per core
   int64_t l3_bytes = 0;      // shared
-  bool amx_present = false;  // present but unused by this version
+  bool amx_present = false;  // AMX with bf16 is there; unused by this version
 };
 LOGITLESS_API MachineInfo machine_info();
 
@@ -62,7 +62,8 @@ LOGITLESS_API double measure_clock_hz(double seconds);
 // them and they are not forced on or off for everyone (Linux: madvise). Before the first touch. A
 // hint: nothing is read or written, and failing is silent. Measured: 1 to 2 % of a gradient.
 LOGITLESS_API void prefer_huge_pages(std::span<std::byte> memory);
-// Sum-reduction over a buffer far larger than the last cache, bytes/s over `threads` threads.
+// Bytes/s that `threads` threads read from a buffer far larger than the last cache, with the widest
+// loads of this CPU. The buffer is allocated; afterwards no cache holds what the caller had there.
 LOGITLESS_API double measure_read_bandwidth(int threads, double seconds);
 
 }  // namespace LOGITLESS_ABI_NAMESPACE

@@ -80,4 +80,18 @@ bool usable(const Level& level) {
 
 const Kernels* kernels_of(Isa isa) { return level_of(isa).kernels(); }
 
+bool amx_bf16_present() {
+#if defined(__x86_64__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || ((c >> 27) & 1u) == 0) return false;  // no XGETBV
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  uint32_t low = 0;
+  uint32_t high = 0;
+  asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return amx_bf16(d, uint64_t{high} << 32 | low);
+#else
+  return false;
+#endif
+}
+
 }  // namespace logitless::cpu

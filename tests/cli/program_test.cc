@@ -93,7 +93,8 @@ TEST_F(ProgramTest, BadUsageIsRefusedInOneSentence) {
                  HasSubstr("'int4' is not an operand type"));
   expect_refused({"make", scratch_.path("x"), "--masked", "2"},
                  HasSubstr("--masked is 2, must be in [0, 1]"));
-  expect_refused({"bench", "x", "--shape", "1,2,3"}, HasSubstr("a CASE or --shape, not both"));
+  expect_refused({"bench", "x", "--shape", "1,2,3"},
+                 HasSubstr("a CASE, or --shape and --model, not both"));
   EXPECT_TRUE(scratch_.files().empty());
 }
 
@@ -234,7 +235,7 @@ TEST_F(ProgramTest, JsonOfEveryCommandParses) {
   EXPECT_EQ(plan["plans"].size(), 8U);
   EXPECT_GT(plan["plans"][0]["workspace_bytes"].get<int64_t>(), 0);
   const json bench = json_of({"bench", path, "--op", "forward,gradient,gradient-hp,step,one-pass",
-                              "--repeats", "2", "--threads", "1", "--json"});
+                              "--repeats", "2", "--seconds", "0.1", "--threads", "1", "--json"});
   ASSERT_EQ(bench["cases"].size(), 5U);
   for (const json& line : bench["cases"]) {
     EXPECT_GT(line["median_seconds"].get<double>(), 0);
