@@ -5,6 +5,7 @@ build_packages=(g++ cmake ninja-build pkg-config python3 libcli11-dev libfmt-dev
   libgtest-dev libgmock-dev librapidcheck-dev)
 demo_packages=(python3 python3-venv ca-certificates)
 python_packages=(python3 python3-dev python3-venv ca-certificates binutils)
+slow_test_packages=(valgrind python3-matplotlib)
 arm64_packages=(g++-aarch64-linux-gnu qemu-user googletest)
 sanitizer_packages=(clang libclang-rt-dev libomp-dev llvm)
 
