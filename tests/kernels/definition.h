@@ -74,8 +74,9 @@ inline float add_to_odd(float a, float b) {
     sum = std::bit_cast<double>(bits);
   }
   auto narrow = static_cast<float>(sum);
-  if (std::isinf(narrow) && std::fabs(sum) < 0x1p128)
-    narrow = std::copysign(0x1.fffffep127f, narrow);
+  if (std::isinf(narrow)) {
+    return std::fabs(sum) < 0x1p128 ? std::copysign(0x1.fffffep127f, narrow) : narrow;
+  }
   if (static_cast<double>(narrow) == sum) return narrow;
   auto narrow_bits = std::bit_cast<uint32_t>(narrow);
   if (std::fabs(static_cast<double>(narrow)) > std::fabs(sum)) --narrow_bits;  // towards zero
