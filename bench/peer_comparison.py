@@ -8,7 +8,7 @@ A worker reads one JSON object a line from stdin and answers each with one on st
   {"do": "prepare", "op": ...}                            ours: an operator, made ready
   {"do": "prepare", "contender": ..., "options": {...}}   PyTorch's: all its ops
   {"do": "memory", "op": ...}     one call: the peak of resident memory over the operands
-  {"do": "run", "op": ...}        one call: its seconds
+  {"do": "run", "op": ...}        one call: its seconds, and its CPU seconds over all threads
   {"do": "write", "file": ..., "tokens": [...], "rows": [...]}   the last call's mean loss in the
                                   reply, those rows of grad_input and grad_weight in a file
   {"do": "peak"}                  ours: flop/s of its dot-product instruction on registers alone
@@ -34,8 +34,13 @@ from peer_report import GIB, bytes_text, spread
 HERE = Path(__file__).resolve().parent
 
 # What PyTorch's timed workers run with. Its large temporaries come from malloc, which by default
-# returns them to the system after every step and pays for fresh pages in the next.
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+# returns them to the system after every step and pays for fresh pages in the next; and it is given
+# the huge pages that our workspaces ask for.
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 
 
 class Failure(Exception):
@@ -144,7 +149,6 @@ class CpuClock:
 
     def __init__(self, workers):
         self.workers = workers
-        self.last = 0.0  # CPU seconds of the last turn's worker
         self.called = self.starved = 0.0
         self.waited, self.burnt = {}, {}
 
@@ -157,7 +161,6 @@ class CpuClock:
         for k, (used, wanted) in before.items():
             used_now, wanted_now = self.workers[k].cpu_seconds()
             if k == key:
-                self.last = used_now - used
                 self.called += elapsed
                 self.starved += wanted_now - wanted
             else:
@@ -393,7 +396,7 @@ class Comparison:
                         continue
                     timed = seconds.setdefault((c.key, section), ([], []))
                     timed[0].append(reply["seconds"])
-                    timed[1].append(clock.last)
+                    timed[1].append(reply["cpu_seconds"])
         peaks.append(ours.ask("peak")["flops_per_second"])
         self.note_noise(clock)
         return peaks
@@ -434,7 +437,7 @@ class Comparison:
             median = statistics.median(times)
             entry["sections"][section] = {
                 "seconds": times,
-                "cpu_seconds": cpu_times,  # of all threads, and of reading the command
+                "cpu_seconds": cpu_times,  # of all threads
                 "median_seconds": median,
                 "spread": spread(times),
                 "of_peak": PRODUCTS[section] * 2.0 * BT * V * H / median / peak,
