@@ -56,6 +56,14 @@ def options(limit: int = 0) -> tuple[int, str, int]:
     return (wanted_threads(torch.get_num_threads()), "", limit)
 
 
+def gradient_output(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """Uninitialised. Every training step makes it anew; the pages of a large one would cost more than
+    writing it, so they are kept for the next step."""
+    if rows * cols * dtype.itemsize < _WORTH_KEEPING:
+        return torch.empty((rows, cols), dtype=dtype)
+    return _core.kept_matrix(rows, cols, DTYPES[dtype])  # type: ignore[no-any-return]
+
+
 def new_output(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device)
 
@@ -152,15 +160,17 @@ def _forward(
     count = _core.count_rows(target_v, V, ignore_index)
     divisor = _divisor(reduction, normalizer, count)
     held_input = held_weight = softmax = None
+    held = held_dtype(input.dtype) if mode == ONE_PASS else input.dtype
     if mode == ONE_PASS:
-        dtype = held_dtype(input.dtype)
-        held_input = torch.empty((BT, H) if grad_input else (0,), dtype=dtype)
-        held_weight = _held_weight(V, H, dtype) if grad_weight else torch.empty(0, dtype=dtype)
+        if grad_input:
+            held_input = gradient_output(BT, H, held)
+        if grad_weight:
+            held_weight = gradient_output(V, H, held)
         total = _core.loss_and_gradient(
             in_m, weight_m, target_v, ignore_index, None, weights_v, divisor, multiply, 1,
             rows_v[0], rows_v[2], rows_v[3], vector(predicted),
-            matrix(held_input) if grad_input else None, False,
-            matrix(held_weight) if grad_weight else None, False, opts,
+            None if held_input is None else matrix(held_input), False,
+            None if held_weight is None else matrix(held_weight), False, opts,
         )  # fmt: skip
         _core.row_logsumexp(target_v, ignore_index, rows_v[2], rows_v[3], rows_v[1])
     else:
@@ -187,17 +197,10 @@ def _forward(
     return (
         torch.tensor(total, dtype=F32_T),
         loss, logsumexp, logits_max, sum_exp_logits,
-        torch.empty(0, dtype=input.dtype) if held_input is None else held_input,
-        torch.empty(0, dtype=input.dtype) if held_weight is None else held_weight,
+        torch.empty(0, dtype=held) if held_input is None else held_input,
+        torch.empty(0, dtype=held) if held_weight is None else held_weight,
         torch.empty(0, dtype=F32_T) if softmax is None else softmax,
     )  # fmt: skip
-
-
-def _held_weight(V: int, H: int, dtype: torch.dtype) -> Tensor:
-    # Every training step makes it anew; its pages would cost more than writing them.
-    if V * H * dtype.itemsize < _WORTH_KEEPING:
-        return torch.empty((V, H), dtype=dtype)
-    return _core.kept_matrix(V, H, DTYPES[dtype])
 
 
 def _divisor(reduction: str, normalizer: Optional[Tensor], count: int) -> float:
@@ -259,14 +262,18 @@ def _backward(
     workspace_limit: int,
 ) -> tuple[Tensor, Tensor]:
     BT, H = input.shape
-    out_input = torch.empty((BT, H) if grad_input else (0,), dtype=input.dtype)
-    out_weight = torch.empty((weight.shape[0], H) if grad_weight else (0,), dtype=input.dtype)
+    V = weight.shape[0]
+    out_input = gradient_output(BT, H, input.dtype) if grad_input else None
+    out_weight = gradient_output(V, H, input.dtype) if grad_weight else None
     run_backward(
         grad_total, grad_loss, grad_logsumexp, input, weight, target, token_weights, normalizer,
         reduction, ignore_index, bf16, logits_max, sum_exp_logits, softmax, workspace_limit,
-        out_input if grad_input else None, out_weight if grad_weight else None,
+        out_input, out_weight,
     )  # fmt: skip
-    return out_input, out_weight
+    return (
+        torch.empty(0, dtype=input.dtype) if out_input is None else out_input,
+        torch.empty(0, dtype=input.dtype) if out_weight is None else out_weight,
+    )
 
 
 def run_backward(
@@ -408,7 +415,7 @@ def scale_held(held: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     if type(held) is not Tensor or type(grad) is not Tensor or torch.compiler.is_compiling():
         return (held * grad).to(dtype)
     if held.dtype is not dtype:
-        return held.mul_(grad).to(dtype)
+        return gradient_output(*held.shape, dtype).copy_(held.mul_(grad))
     return held if grad.item() == 1.0 else held.mul_(grad)
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _core
-from ._torch_ops import AUTO, BF16, options, run_backward, vector
+from ._torch_ops import AUTO, BF16, gradient_output, options, run_backward, vector
 from ._torch_ops import matrix as _matrix
 from .torch import _operands, linear_cross_entropy
 
@@ -335,8 +335,9 @@ class _PerToken(torch.autograd.Function):
         if grad_loss is None:
             return None, None, None, None
         with torch.no_grad():
-            grad_input = torch.empty_like(input) if ctx.needs_input_grad[0] else None
-            grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+            want_input, want_weight = ctx.needs_input_grad[:2]
+            grad_input = gradient_output(*input.shape, input.dtype) if want_input else None
+            grad_weight = gradient_output(*weight.shape, input.dtype) if want_weight else None
             run_backward(
                 None, grad_loss.contiguous(), None, input, weight, target, None, None, "none", -100,
                 ctx.bf16, logits_max, sum_exp_logits, None, 0, grad_input, grad_weight,

@@ -18,6 +18,7 @@ from ._torch_ops import (
     STORE_SOFTMAX,
     apply,
     fits_one_pass,
+    gradient_output,
     refuse_double_backward,
     run_backward,
 )
@@ -327,7 +328,8 @@ class _MainGrad(torch.autograd.Function):
         grad_input = None
         if any(g is not None for g in upstream):
             with torch.no_grad():
-                grad_input = torch.empty_like(input) if ctx.needs_input_grad[0] else None
+                if ctx.needs_input_grad[0]:
+                    grad_input = gradient_output(*input.shape, input.dtype)
                 run_backward(
                     *upstream, input, linear_weight, target, token_weights, normalizer, reduction,
                     ignore_index, bf16, logits_max, sum_exp_logits,

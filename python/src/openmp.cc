@@ -1,70 +1,104 @@
 // SPDX-License-Identifier: Apache-2.0
 // The four entry points that g++ compiles `#pragma omp parallel` and `barrier` into, defined here
-// (hidden) and passed on to a runtime that is looked for at the first parallel region. libomp and
-// libiomp5 offer the same entry points as libgomp.
+// (hidden): barriers are our own, the others are passed on to a runtime that is looked for at the
+// first parallel region. libomp and libiomp5 offer the same entry points as libgomp.
 #include "openmp.h"
 
 #include <dlfcn.h>
 #include <link.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace logitless::python {
 namespace {
 
-// ---- threads of our own, for machines without any runtime ---------------------------------------
+// ---- regions and their barriers -----------------------------------------------------------------
 
-class OwnTeam {
+// Waiting for the others, of which a call has hundreds. A runtime's own barrier spins for
+// milliseconds by default: where another process has one of the CPUs, the member that waits keeps
+// the one that works from running, and a step takes twice its CPU time. Here a member spins for
+// about as long as it takes to be woken, then sleeps.
+class Barrier {
  public:
-  void run(void (*body)(void*), void* data, unsigned threads);
-  void barrier() {
-    std::unique_lock lock(mutex_);
-    const unsigned round = round_;
-    if (++arrived_ == size_) {
-      arrived_ = 0;
-      ++round_;
-      all_here_.notify_all();
-    } else {
-      all_here_.wait(lock, [&] { return round_ != round; });
+  void wait(uint32_t size) {
+    const uint32_t round = round_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      round_.notify_all();
+      return;
     }
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point end = Clock::now() + kSpin;
+    do {
+      for (int i = 0; i < 32; ++i) {
+        if (round_.load(std::memory_order_acquire) != round) return;
+        relax();
+      }
+    } while (Clock::now() < end);
+    round_.wait(round, std::memory_order_acquire);
   }
-  int size() const { return static_cast<int>(size_); }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable all_here_;
-  unsigned size_ = 0, arrived_ = 0, round_ = 0;
-  bool started_ = false;
+  static constexpr std::chrono::microseconds kSpin{50};
+  static void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  alignas(64) std::atomic<uint32_t> arrived_{0};
+  alignas(64) std::atomic<uint32_t> round_{0};
 };
 
-thread_local OwnTeam* own_team = nullptr;
-thread_local int own_rank = 0;
+// What a thread is a member of; restored when the region ends.
+struct Membership {
+  Barrier* barrier = nullptr;
+  uint32_t size = 1;
+};
+thread_local Membership membership;
 
-void OwnTeam::run(void (*body)(void*), void* data, unsigned threads) {
-  std::vector<std::thread> others;
+struct Region {
+  void (*body)(void*);
+  void* data;
+  Barrier barrier;
+};
+
+// ---- threads of our own, for machines without any runtime ---------------------------------------
+
+thread_local int own_rank = 0;
+thread_local int own_size = 1;
+
+void own_parallel(void (*body)(void*), void* data, unsigned threads, unsigned /*flags*/) {
+  std::mutex mutex;
+  std::condition_variable all_here;
+  int size = 0;  // known only when every thread has started
   const auto work = [&](int rank) {
-    OwnTeam* const outer_team = own_team;
-    const int outer_rank = own_rank;
-    own_team = this;
-    own_rank = rank;
+    const int outer_rank = std::exchange(own_rank, rank);
+    const int outer_size = std::exchange(own_size, size);
     body(data);
-    own_team = outer_team;
     own_rank = outer_rank;
+    own_size = outer_size;
   };
-  // The team's size is known only when every thread has started.
+  std::vector<std::thread> others;
   try {
     for (unsigned rank = 1; rank < threads; ++rank) {
       others.emplace_back([&, rank] {
         {
-          std::unique_lock lock(mutex_);
-          all_here_.wait(lock, [&] { return started_; });
+          std::unique_lock lock(mutex);
+          all_here.wait(lock, [&] { return size != 0; });
         }
         work(static_cast<int>(rank));
       });
@@ -72,30 +106,20 @@ void OwnTeam::run(void (*body)(void*), void* data, unsigned threads) {
   } catch (const std::system_error&) {  // no more threads to be had: those that came do the work
   }
   {
-    const std::lock_guard lock(mutex_);
-    size_ = static_cast<unsigned>(others.size()) + 1;
-    started_ = true;
+    const std::lock_guard lock(mutex);
+    size = static_cast<int>(others.size()) + 1;
   }
-  all_here_.notify_all();
+  all_here.notify_all();
   work(0);
   for (std::thread& thread : others) thread.join();
 }
-
-void own_parallel(void (*body)(void*), void* data, unsigned threads, unsigned /*flags*/) {
-  OwnTeam team;
-  team.run(body, data, threads == 0 ? 1 : threads);
-}
-void own_barrier() {
-  if (own_team != nullptr) own_team->barrier();
-}
 int own_thread_num() { return own_rank; }
-int own_num_threads() { return own_team != nullptr ? own_team->size() : 1; }
+int own_num_threads() { return own_size; }
 
 // ---- the search ---------------------------------------------------------------------------------
 
 struct Runtime {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = own_parallel;
-  void (*barrier)() = own_barrier;
   int (*thread_num)() = own_thread_num;
   int (*num_threads)() = own_num_threads;
   std::string path = "threads of its own";
@@ -111,8 +135,7 @@ bool take(const std::string& path, int flags, Runtime& runtime) {
     std::memcpy(&function, &symbol, sizeof(symbol));
     return symbol != nullptr;
   };
-  if (!get("GOMP_parallel", found.parallel) || !get("GOMP_barrier", found.barrier) ||
-      !get("omp_get_thread_num", found.thread_num) ||
+  if (!get("GOMP_parallel", found.parallel) || !get("omp_get_thread_num", found.thread_num) ||
       !get("omp_get_num_threads", found.num_threads)) {
     dlclose(library);
     return false;
@@ -173,6 +196,15 @@ const Runtime& runtime() {
   return once;
 }
 
+void enter(void* at) {
+  auto& region = *static_cast<Region*>(at);
+  const Membership outer =
+      std::exchange(membership, {&region.barrier, static_cast<uint32_t>(runtime().num_threads())});
+  region.body(region.data);
+  region.barrier.wait(membership.size);  // sooner than the runtime's, at which members spin
+  membership = outer;
+}
+
 }  // namespace
 
 void suggest_openmp(std::string path) {
@@ -190,8 +222,13 @@ std::string openmp_path() {
 #define HIDDEN extern "C" __attribute__((visibility("hidden")))
 
 HIDDEN void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) {
-  logitless::python::runtime().parallel(body, data, threads, flags);
+  using namespace logitless::python;
+  Region region{body, data, {}};
+  runtime().parallel(enter, &region, threads, flags);
 }
-HIDDEN void GOMP_barrier() { logitless::python::runtime().barrier(); }
+HIDDEN void GOMP_barrier() {
+  using namespace logitless::python;
+  if (membership.barrier != nullptr) membership.barrier->wait(membership.size);
+}
 HIDDEN int omp_get_thread_num() { return logitless::python::runtime().thread_num(); }
 HIDDEN int omp_get_num_threads() { return logitless::python::runtime().num_threads(); }

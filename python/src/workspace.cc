@@ -15,7 +15,7 @@ namespace logitless::python {
 namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
-constexpr size_t kPagesKept = 2;  // a model has one head, or two
+constexpr size_t kPagesKept = 4;  // gradients of input and weight of a model's head, or of two
 
 Pages map_pages(int64_t bytes) {
   const int64_t wanted = (bytes + kHugePage - 1) / kHugePage * kHugePage;

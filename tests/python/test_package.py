@@ -149,6 +149,28 @@ def test_a_handler_of_the_user_s_own_runs_after_the_call():
     assert sorted(lines) == ["finished", "noted", "usable True"]
 
 
+@pytest.mark.parametrize("runtime", ["", "none"])
+def test_more_threads_than_cpus_and_several_callers_wait_for_each_other(script, runtime):
+    # Members that overtook each other at a barrier would change bits.
+    out = script("""
+    import threading, numpy as np, logitless.numpy as ln
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((200, 64)).astype("f"); w = rng.standard_normal((5000, 64)).astype("f")
+    t = np.arange(200)
+    one = ln.loss_and_gradient(x, w, t, threads=1, strategy="recompute")
+    same = []
+    def compute():
+        for threads in (2, 7, 3, 16):
+            r = ln.loss_and_gradient(x, w, t, threads=threads, strategy="recompute")
+            same.append((r.grad_weight == one.grad_weight).all() and (r.grad_input == one.grad_input).all())
+    callers = [threading.Thread(target=compute) for _ in range(3)]
+    for c in callers: c.start()
+    for c in callers: c.join()
+    print(len(same), all(same))
+    """, env={"LOGITLESS_OPENMP": runtime})  # fmt: skip
+    assert out == "12 True\n"
+
+
 def test_the_workspace_is_kept_and_can_be_dropped():
     logitless.empty_cache()
     assert logitless.info()["workspace_bytes_held"] == 0
