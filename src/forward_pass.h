@@ -228,47 +228,62 @@ class ForwardPass {
 
   void stream_segment(const Team& team, int rows, int64_t s) {
     const int width = p_.stream_width;
+    const int64_t tile_floats = int64_t{width} * g_.nr;
     const int64_t v0 = s * cpu::kSegmentColumns;
     const int columns = static_cast<int>(std::min<int64_t>(cpu::kSegmentColumns, p_.shape.V - v0));
-    float* logits = region<float>(p_.tiles + team.rank() * p_.tiles_stride);  // [column][token]
-    float* tiles = logits + int64_t{cpu::kSegmentColumns} * width;            // [panel][token][nr]
-    const int step = g_.stream_rows[width / g_.lanes - 1];
-    for (int v = 0; v < columns; v += step) {
-      stream_rows(v0 + v, std::min(step, columns - v), step, logits + int64_t{v} * width);
-    }
-    // Transposed in squares, as the statistics of larger batches see them: the same bits.
-    const int64_t tile_floats = int64_t{width} * g_.nr;
-    for (int v = 0; v < columns; v += g_.nr) {
-      k_.transpose(logits + int64_t{v} * width, g_.nr, width, tiles + v / g_.nr * tile_floats,
-                   g_.nr);
+    std::byte* own = region<std::byte>(p_.tiles + team.rank() * p_.tiles_stride);
+    auto* tiles = reinterpret_cast<float*>(own);  // [panel][token][nr]
+    if (p_.vocab_in_lanes()) {
+      stream_rows(v0, columns, g_.nr,
+                  [&](const void* const* rows_of, int count, int64_t k0, int64_t k, int first) {
+                    g_.stream_vocab(p_.target.source, rows_of, count, k, tokens(k0), width,
+                                    tiles + int64_t{first} * width, k0 > 0);
+                  });
+    } else {
+      float* logits = tiles + int64_t{cpu::kSegmentColumns} * width;  // [column][token]
+      stream_rows(v0, columns, g_.stream_rows[width / g_.lanes - 1],
+                  [&](const void* const* rows_of, int count, int64_t k0, int64_t k, int first) {
+                    g_.stream_tokens(p_.target.source, rows_of, count, k, tokens(k0), width,
+                                     logits + int64_t{first} * width, k0 > 0, own + p_.staged);
+                  });
+      // Transposed in squares, as the statistics of larger batches see them: the same bits.
+      for (int v = 0; v < columns; v += g_.nr) {
+        k_.transpose(logits + int64_t{v} * width, g_.nr, width, tiles + v / g_.nr * tile_floats,
+                     g_.nr);
+      }
     }
     statistics(0, rows, tiles, tile_floats, v0, columns, s * p_.token_block, nullptr);
   }
 
-  // Logits of `count` vocabulary rows from v on, computed as a full tile of `step` rows: rows
-  // beyond repeat the last one.
-  void stream_rows(int64_t v, int count, int step, float* logits) const {
-    constexpr int kMaxRows = 16;
+  // Units of the tokens' panel from the element k0 on.
+  const float* tokens(int64_t k0) const {
+    return region<float>(p_.input_panels) + k0 / g_.k_unit * p_.stream_width;
+  }
+
+  // The `count` vocabulary rows from v on, at most a segment, in groups of `group`: those beyond
+  // repeat the last one. multiply(rows, number, k0, k, first): of `number` rows that begin `first`
+  // after v, the k elements from k0 on.
+  template <class Multiply>
+  void stream_rows(int64_t v, int count, int group, Multiply multiply) const {
     const ConstMatrixView& m = in_.weight;
-    const int64_t element = size_of(m.dtype);
-    const float* tokens = region<float>(p_.input_panels);
-    const void* pointers[kMaxRows];
+    const void* rows[cpu::kSegmentColumns];
     if (m.col_stride == 1 || m.cols <= 1) {
-      for (int i = 0; i < step; ++i) pointers[i] = at(m, v + std::min(i, count - 1), 0);
-      // The rows of the next call, in the order of memory.
-      const cpu::Ahead next{nullptr, at(m, v, 0) + step * m.row_stride * element,
-                            step * element * g_.k_unit};
-      g_.stream(p_.target.source, pointers, m.cols, tokens, p_.stream_width, logits, false, next);
+      const auto number = static_cast<int>(round_up(count, group));
+      for (int i = 0; i < number; ++i) rows[i] = at(m, v + std::min(i, count - 1), 0);
+      multiply(rows, number, 0, m.cols, 0);
       return;
     }
+    constexpr int kMaxGroup = 32;
     constexpr int64_t kBlock = 128;  // even: a pair never straddles two blocks
-    alignas(64) std::byte staged[kMaxRows][kBlock * 4];
-    for (int i = 0; i < step; ++i) pointers[i] = staged[std::min(i, count - 1)];
-    for (int64_t k0 = 0; k0 < m.cols; k0 += kBlock) {
-      const int64_t k = std::min(kBlock, m.cols - k0);
-      for (int i = 0; i < count; ++i) gather(m, v + i, k0, k, staged[i]);
-      g_.stream(p_.target.source, pointers, k, tokens + k0 / g_.k_unit * p_.stream_width,
-                p_.stream_width, logits, k0 > 0, {nullptr, staged, 0});
+    alignas(64) std::byte gathered[kMaxGroup][kBlock * 4];
+    for (int first = 0; first < count; first += group) {
+      const int present = std::min(group, count - first);
+      for (int i = 0; i < group; ++i) rows[i] = gathered[std::min(i, present - 1)];
+      for (int64_t k0 = 0; k0 < m.cols; k0 += kBlock) {
+        const int64_t k = std::min(kBlock, m.cols - k0);
+        for (int i = 0; i < present; ++i) gather(m, v + first + i, k0, k, gathered[i]);
+        multiply(rows, group, k0, k, first);
+      }
     }
   }
 

@@ -2,6 +2,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -118,7 +119,9 @@ int64_t lay_out(ForwardPlanData& p) {
   if (p.stream_width > 0) {
     p.input_panels = l.add(units * p.stream_width * 4);
     p.weight_panels = 0;
-    p.tiles_stride = round_up(int64_t{2} * cpu::kSegmentColumns * p.stream_width * 4, kAlignment);
+    const int64_t tiles = round_up(int64_t{cpu::kSegmentColumns} * p.stream_width * 4, kAlignment);
+    p.tiles_stride = p.vocab_in_lanes() ? tiles : 2 * tiles + g.stream_staged_bytes;
+    p.staged = 2 * tiles;
   } else {
     p.input_panels = l.add(ceil_div(p.token_block, g.mr) * units * g.mr * 4);
     p.weight_panels = l.add(p.chunk_segments * seg_panels * units * g.nr * 4);
@@ -206,7 +209,8 @@ Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
   if (BT <= 4 * g.lanes) {
     ForwardPlanData few = p;
     few.token_block = BT;
-    few.stream_width = static_cast<int>(round_up(BT, g.lanes));
+    few.stream_width = static_cast<int>(BT <= g.few ? std::bit_ceil(static_cast<uint64_t>(BT))
+                                                    : round_up(BT, g.lanes));
     few.chunk_segments = segments;
     if (lay_out(few) <= limit) {
       p = few;
@@ -696,8 +700,10 @@ std::string ForwardPlan::describe() const {
   text += "  " + target_text(p.target) + "\n";
   if (p.stream_width > 0) {
     const int64_t segments = ceil_div(p.shape.V, cpu::kSegmentColumns);
-    text += "  few tokens, " + std::to_string(p.stream_width) +
-            " lanes: weight is read once, as it lies in memory\n";
+    text += "  few tokens, " +
+            (p.vocab_in_lanes() ? "vocabulary in the lanes"
+                                : std::to_string(p.stream_width) + " of them in the lanes") +
+            ": weight is read once, as it lies in memory\n";
     text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +
             std::to_string(p.workspace_bytes) + " bytes)\n";
     return text + "  idle: " + percent_text(idle_share(segments, p.target.threads)) + " (" +

@@ -77,8 +77,9 @@ struct ForwardPlanData {
   int64_t chunk_segments = 0;  // segments of weight packed at a time
   int group = 0;               // token panels that share one walk over a segment
   int64_t least_bytes = 0;     // the least workspace any limit allows
-  // Few tokens: lanes they take, and weight is read without being packed. 0: packed.
+  // Few tokens: the width of their panel, and weight is read without being packed. 0: packed.
   int stream_width = 0;
+  bool vocab_in_lanes() const { return stream_width <= target.gemm->few; }
   // One pass: the exponentials of a block's logits are kept, in this type, as tiles
   // [token panel][vocabulary panel][mr][nr], and the statistics of all its segments.
   std::optional<DType> held;
@@ -91,6 +92,7 @@ struct ForwardPlanData {
   int64_t held_tile_bytes() const { return target.gemm->mr * target.gemm->nr * size_of(*held); }
   // Workspace offsets in bytes.
   int64_t input_panels = 0, weight_panels = 0, tiles = 0, tiles_stride = 0;
+  int64_t staged = 0;                        // of weight, for few tokens
   int64_t partial_max = 0, partial_sum = 0;  // [partial_segments()][token_block]
   int64_t row_index = 0, local_target = 0;   // [token_block] i64
   int64_t run_max = 0, run_sum = 0, run_low = 0, predicted = 0;  // [token_block] f32

@@ -102,15 +102,21 @@ struct GemmKernels {
   void (*grad_panels)(const GradTile& tile, const GradRow* rows, const GradTileOptions& options,
                       void* a, void* b);
 
-  // Few tokens: c [rows][width] (+)= weight rows . tokens, the rows read as they lie in memory, k
-  // elements from rows[i] on; the same chain per element as `tile`, so the same bits.
-  // width: 1 to 4 vectors of `lanes` tokens; rows: stream_rows[vectors - 1], all of them valid
-  // pointers. tokens: a panel [k_units][width], its first unit that of the rows' first element.
-  // Ahead: b and b_step only, what to fetch per unit of k.
+  // Few tokens: products with weight rows read as they lie in memory, k elements from rows[i] on;
+  // the same chain per element as `tile`, so the same bits. tokens: a panel [k_units][width]. All
+  // rows are valid; those of the next call are guessed to follow, and fetched.
   int lanes;
+  // Vocabulary in the lanes, width 1, 2, 4 .. few: tiles [count / nr][width][nr] (+)= ...
+  // count: a multiple of nr.
+  int few;  // 0: this form does not exist
+  void (*stream_vocab)(PackSource source, const void* const* rows, int count, int64_t k,
+                       const void* tokens, int width, float* tiles, bool accumulate);
+  // Tokens in the lanes, width 1 to 4 times `lanes`: c [count][width] (+)= ...
+  // count: a multiple of stream_rows[width / lanes - 1]. staged: stream_staged_bytes, scratch.
   int stream_rows[4];
-  void (*stream)(PackSource source, const void* const* rows, int64_t k, const void* tokens,
-                 int width, float* c, bool accumulate, const Ahead& ahead);
+  int64_t stream_staged_bytes;
+  void (*stream_tokens)(PackSource source, const void* const* rows, int count, int64_t k,
+                        const void* tokens, int width, float* c, bool accumulate, void* staged);
 
   // Register-only loop of the instruction `tile` is made of; returns how many of them it ran.
   int64_t (*peak)(int64_t iterations);

@@ -54,7 +54,7 @@ struct RowFetcher {
         (row < count ? address(row) : first_row + static_cast<uintptr_t>(row) * apart) +
         static_cast<uintptr_t>(offset);
     for (int64_t i = 0; i < bytes; i += 64) {
-      __builtin_prefetch(reinterpret_cast<const void*>(p + static_cast<uintptr_t>(i)), 0, 2);
+      __builtin_prefetch(reinterpret_cast<const void*>(p + static_cast<uintptr_t>(i)), 0, 3);
     }
     offset += bytes;
     if (offset >= row_bytes) {
@@ -72,7 +72,6 @@ void pack_rows_from(const void* const* rows, int count, int width, int64_t k, fl
     const int lanes = width - r0 < G::kLanes ? width - r0 : G::kLanes;
     RowFetcher next(rows, count, r0 + G::kLanes, k * logitless::cpu::source_bytes(kSource));
     for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
-      next.fetch(lanes * kBlock * logitless::cpu::source_bytes(kSource));
       const int64_t elements = k - k0 < kBlock ? k - k0 : kBlock;
       typename V::F r[G::kLanes];
 #pragma GCC unroll 16
@@ -83,6 +82,7 @@ void pack_rows_from(const void* const* rows, int count, int width, int64_t k, fl
         }
         const auto* p = static_cast<const unsigned char*>(rows[r0 + i]) +
                         k0 * logitless::cpu::source_bytes(kSource);
+        next.fetch(kBlock * logitless::cpu::source_bytes(kSource));
         r[i] = elements == kBlock ? load_units<G, kSource>(p)
                                   : load_units_first<G, kSource>(p, elements);
       }

@@ -21,8 +21,11 @@ constexpr logitless::cpu::GemmKernels gemm_table() {
       .pack_cols = &pack_cols<G>,
       .grad_panels = &grad_panels<G>,
       .lanes = G::kLanes,
+      .few = G::kLanes / 2,
+      .stream_vocab = &stream_vocab<G>,
       .stream_rows = {stream_rows<G>(1), stream_rows<G>(2), stream_rows<G>(3), stream_rows<G>(4)},
-      .stream = &stream<G>,
+      .stream_staged_bytes = stream_staged_bytes<G>(),
+      .stream_tokens = &stream_tokens<G>,
       .peak = &peak<G>,
       .flops_per_instruction = G::kFlops,
   };

@@ -168,6 +168,7 @@ struct Avx2F32 {
   static F load(const float* p) { return _mm256_load_ps(p); }
   static void store(float* p, F x) { _mm256_store_ps(p, x); }
   static P load_b(const float* p) { return _mm256_load_ps(p); }
+  static P as_units(F x) { return x; }
   static P broadcast(const float* p) { return _mm256_broadcast_ss(p); }
   static F mac(F acc, P a, P b) { return _mm256_fmadd_ps(a, b, acc); }
   static void opaque(P& p) { asm volatile("" : "+x"(p)); }

@@ -171,6 +171,7 @@ struct Avx512F32 {
   static F load(const float* p) { return _mm512_load_ps(p); }
   static void store(float* p, F x) { _mm512_store_ps(p, x); }
   static P load_b(const float* p) { return _mm512_load_ps(p); }
+  static P as_units(F x) { return x; }
   static P broadcast(const float* p) { return _mm512_set1_ps(*p); }
   static F mac(F acc, P a, P b) { return _mm512_fmadd_ps(a, b, acc); }
   static void opaque(P& p) { asm volatile("" : "+v"(p)); }
@@ -260,6 +261,7 @@ struct Avx512Bf16Dot {
   static F load(const float* p) { return _mm512_load_ps(p); }
   static void store(float* p, F x) { _mm512_store_ps(p, x); }
   static P load_b(const float* p) { return (__m512bh)_mm512_load_ps(p); }
+  static P as_units(F x) { return (__m512bh)x; }
   static P broadcast(const float* p) { return (__m512bh)_mm512_set1_ps(*p); }
   static F mac(F acc, P a, P b) { return _mm512_dpbf16_ps(acc, a, b); }
   static void opaque(P& p) { asm volatile("" : "+v"(p)); }

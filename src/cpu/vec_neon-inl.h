@@ -137,6 +137,7 @@ struct NeonF32 {
   static F load(const float* p) { return vld1q_f32(p); }
   static void store(float* p, F x) { vst1q_f32(p, x); }
   static P load_b(const float* p) { return vld1q_f32(p); }
+  static P as_units(F x) { return x; }
   static P broadcast(const float* p) { return vld1q_dup_f32(p); }
   static F mac(F acc, P a, P b) { return vfmaq_f32(acc, a, b); }
   static void opaque(P& p) { asm volatile("" : "+w"(p)); }
@@ -168,6 +169,7 @@ struct NeonBf16Dot {
   static F load(const float* p) { return vld1q_f32(p); }
   static void store(float* p, F x) { vst1q_f32(p, x); }
   static P load_b(const float* p) { return vreinterpretq_bf16_f32(vld1q_f32(p)); }
+  static P as_units(F x) { return vreinterpretq_bf16_f32(x); }
   static P broadcast(const float* p) { return vreinterpretq_bf16_f32(vld1q_dup_f32(p)); }
   static F mac(F acc, P a, P b) { return vbfdotq_f32(acc, a, b); }
   static void opaque(P& p) { asm volatile("" : "+w"(p)); }

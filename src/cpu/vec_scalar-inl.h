@@ -102,6 +102,7 @@ struct ScalarF32 {
   static F load(const float* p) { return *p; }
   static void store(float* p, F x) { *p = x; }
   static P load_b(const float* p) { return *p; }
+  static P as_units(F x) { return x; }
   static P broadcast(const float* p) { return *p; }
   static F mac(F acc, P a, P b) { return acc + a * b; }
   static void opaque(P& p) { asm volatile("" : "+m"(p)); }

@@ -236,10 +236,11 @@ std::string streamed_rows_are_their_definition(const cpu::Kernels& kernels, cons
   const PackSource source = g.k_unit == 2
                                 ? (coin(draw) ? PackSource::bf16 : PackSource::f32_as_bf16)
                                 : static_cast<PackSource>(draw(0, 3));
+  const bool vocab_in_lanes = g.few > 0 && coin(draw);
   const int vectors = pick(draw, 1, 4);
-  const int rows = g.stream_rows[vectors - 1];
-  const int width = vectors * g.lanes;
-  const int64_t k = coin(draw) ? draw(0, 40) : draw(120, 300);
+  const int width = vocab_in_lanes ? std::min(1 << (vectors - 1), g.few) : vectors * g.lanes;
+  const int rows = pick(draw, 1, 3) * (vocab_in_lanes ? g.nr : g.stream_rows[vectors - 1]);
+  const int64_t k = coin(draw) ? draw(0, 40) : coin(draw) ? draw(120, 300) : draw(1000, 4200);
   const int64_t units = (k + g.k_unit - 1) / g.k_unit;
   const bool accumulate = coin(draw);
   const Values kind = any_values(draw);
@@ -263,8 +264,18 @@ std::string streamed_rows_are_their_definition(const cpu::Kernels& kernels, cons
   std::vector<float> start(static_cast<size_t>(rows * width));
   for (float& x : start) x = value(kind, random);
   if (accumulate) std::memcpy(c.data(), start.data(), start.size() * 4);
-  g.stream(source, weight.pointers.data(), k, tokens.data(), width, as_floats(c), accumulate,
-           any_hints(draw));
+  const GuardedBuffer staged = floats(g.stream_staged_bytes / 4, 64);
+  if (vocab_in_lanes) {
+    g.stream_vocab(source, weight.pointers.data(), rows, k, tokens.data(), width, as_floats(c),
+                   accumulate);
+  } else {
+    g.stream_tokens(source, weight.pointers.data(), rows, k, tokens.data(), width, as_floats(c),
+                    accumulate, staged.data());
+  }
+  const auto at = [&](int row, int token) {
+    return static_cast<size_t>(vocab_in_lanes ? (row / g.nr * width + token) * g.nr + row % g.nr
+                                              : row * width + token);
+  };
   const auto element = [&](int row, int64_t at_k) {
     if (at_k >= k) return 0.0f;
     const auto* p = static_cast<const std::byte*>(weight.pointers[static_cast<size_t>(row)]);
@@ -272,7 +283,7 @@ std::string streamed_rows_are_their_definition(const cpu::Kernels& kernels, cons
   };
   for (int r = 0; r < rows; ++r) {
     for (int lane = 0; lane < width; ++lane) {
-      float want = accumulate ? start[static_cast<size_t>(r * width + lane)] : 0.0f;
+      float want = accumulate ? start[at(r, lane)] : 0.0f;
       for (int64_t u = 0; u < units; ++u) {
         const float k0 = element(r, u * g.k_unit);
         const float k1 = g.k_unit == 2 ? element(r, 2 * u + 1) : 0.0f;
@@ -280,7 +291,7 @@ std::string streamed_rows_are_their_definition(const cpu::Kernels& kernels, cons
         want = definition::multiply_add(kernels.isa, g.k_unit, want, token,
                                         definition::unit(g.k_unit, k0, k1));
       }
-      const float got = as_floats(c)[r * width + lane];
+      const float got = as_floats(c)[at(r, lane)];
       if (!same(got, want)) {
         return text(g.k_unit == 2 ? "pairs" : "fp32", ", source ", static_cast<int>(source),
                     ", values ", static_cast<int>(kind), ", width ", width, ", k ", k,
@@ -289,7 +300,7 @@ std::string streamed_rows_are_their_definition(const cpu::Kernels& kernels, cons
       }
     }
   }
-  return weight.buffer.damage() + tokens.damage() + c.damage();
+  return weight.buffer.damage() + tokens.damage() + c.damage() + staged.damage();
 }
 
 std::string an_element_does_not_know_its_place(const cpu::Kernels& kernels, const Draw& draw) {

@@ -115,16 +115,44 @@ TEST_P(Tile, ARowHasTheSameBitsInATileOfAnySize) {
   }
 }
 
-// Few tokens: weight rows unpacked, tokens in the lanes. Rows lie 4 KiB apart now and then, and
-// depths end inside a unit, a vector and a copied block.
+// One way of few tokens through weight rows as they lie in memory.
+struct Streaming {
+  const GemmKernels& g;
+  int width;
+  bool vocab_in_lanes;
+  int group() const { return vocab_in_lanes ? g.nr : g.stream_rows[width / g.lanes - 1]; }
+  int64_t at(int v, int token) const {
+    return vocab_in_lanes ? int64_t{v / g.nr * width + token} * g.nr + v % g.nr
+                          : int64_t{v} * width + token;
+  }
+  void run(PackSource source, const std::vector<const void*>& rows, int64_t k, const float* panel,
+           float* c, bool accumulate) const {
+    const auto count = static_cast<int>(rows.size());
+    if (vocab_in_lanes) {
+      g.stream_vocab(source, rows.data(), count, k, panel, width, c, accumulate);
+    } else {
+      const Aligned staged(static_cast<size_t>(g.stream_staged_bytes) / sizeof(float));
+      g.stream_tokens(source, rows.data(), count, k, panel, width, c, accumulate,
+                      staged.data.get());
+    }
+  }
+};
+std::vector<Streaming> streamings(const GemmKernels& g) {
+  std::vector<Streaming> all;
+  for (int width = 1; width <= g.few; width *= 2) all.push_back({g, width, true});
+  for (int vectors = 1; vectors <= 4; ++vectors) all.push_back({g, vectors * g.lanes, false});
+  return all;
+}
+
+// Rows lie 4 KiB apart now and then, and depths end inside a unit, a vector and a staged block.
 TEST_P(Tile, StreamedRowsHaveTheBitsOfTheTile) {
   Random random(9);
   for (const GemmKernels* g : families()) {
     const PackSource source = g->k_unit == 2 ? PackSource::f32_as_bf16 : PackSource::f32;
-    for (const int k : {0, 1, 2, 31, 64, 127, 256, 300, 1024}) {
-      for (int vectors = 1; vectors <= 4; ++vectors) {
-        const int rows = g->stream_rows[vectors - 1];
-        const int width = vectors * g->lanes;
+    for (const int k : {0, 1, 2, 31, 64, 127, 300, 1024, 2081}) {
+      for (const Streaming& form : streamings(*g)) {
+        const int rows = 2 * form.group();
+        const int width = form.width;
         const int64_t units = (k + g->k_unit - 1) / g->k_unit;
         std::vector<float> weight(static_cast<size_t>(rows * k));
         std::vector<float> tokens(static_cast<size_t>(width * k));
@@ -140,7 +168,7 @@ TEST_P(Tile, StreamedRowsHaveTheBitsOfTheTile) {
         const Aligned tile(static_cast<size_t>(g->mr * g->nr));
         g->pack_rows(source, token_rows.data(), width, width, k, panel.data.get());
         std::fill_n(c.data.get(), rows * width, std::nanf(""));
-        g->stream(source, weight_rows.data(), k, panel.data.get(), width, c.data.get(), false, {});
+        form.run(source, weight_rows, k, panel.data.get(), c.data.get(), false);
         for (int token = 0; token < width; ++token) {
           g->pack_rows(source, token_rows.data() + token, 1, g->mr, k, a.data.get());
           for (int v0 = 0; v0 < rows; v0 += g->nr) {
@@ -148,7 +176,7 @@ TEST_P(Tile, StreamedRowsHaveTheBitsOfTheTile) {
             g->pack_rows(source, weight_rows.data() + v0, count, g->nr, k, b.data.get());
             g->tile(1, a.data.get(), b.data.get(), units, tile.data.get(), false, {});
             for (int v = 0; v < count; ++v) {
-              ASSERT_EQ(c.data.get()[(v0 + v) * width + token], tile.data.get()[v])
+              ASSERT_EQ(c.data.get()[form.at(v0 + v, token)], tile.data.get()[v])
                   << "k " << k << " width " << width << " token " << token << " row " << v0 + v;
             }
           }
@@ -157,13 +185,12 @@ TEST_P(Tile, StreamedRowsHaveTheBitsOfTheTile) {
         const int64_t cut = units / 3;
         if (cut == 0) continue;
         const std::vector<float> whole(c.data.get(), c.data.get() + rows * width);
-        g->stream(source, weight_rows.data(), cut * g->k_unit, panel.data.get(), width,
-                  c.data.get(), false, {});
+        form.run(source, weight_rows, cut * g->k_unit, panel.data.get(), c.data.get(), false);
         for (const void*& row : weight_rows) {
           row = static_cast<const float*>(row) + cut * g->k_unit;
         }
-        g->stream(source, weight_rows.data(), k - cut * g->k_unit, panel.data.get() + cut * width,
-                  width, c.data.get(), true, {});
+        form.run(source, weight_rows, k - cut * g->k_unit, panel.data.get() + cut * width,
+                 c.data.get(), true);
         ASSERT_EQ(std::memcmp(whole.data(), c.data.get(), whole.size() * sizeof(float)), 0);
       }
     }
