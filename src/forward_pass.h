@@ -100,11 +100,16 @@ class ForwardPass {
   }
 
   int64_t next_block(const Team& team, int64_t& cursor) const {
+    return next_block(team, cursor, [](int64_t) { return true; });
+  }
+  // Only of the rows that `takes` chooses from those that count.
+  template <class Takes>
+  int64_t next_block(const Team& team, int64_t& cursor, const Takes& takes) const {
     int64_t rows = 0;
     auto* index = region<int64_t>(p_.row_index);
     auto* local = region<int64_t>(p_.local_target);
     for (; cursor < p_.shape.BT && rows < p_.token_block; ++cursor) {
-      if (!counts(cursor)) continue;
+      if (!counts(cursor) || !takes(cursor)) continue;
       if (team.rank() == 0) {
         const int64_t target = integer_at(in_.target, cursor);
         index[rows] = cursor;

@@ -9,6 +9,8 @@
 //     for each chunk of the vocabulary
 //       grad_logits tile = held * (factor * weight of the token), the target's by itself
 //       grad_weight, grad_input      as in the gradient pass, tokens outside
+//
+// Tokens of weight 0 come last, in blocks of their own: they need statistics and a loss, no more.
 #include "logitless/loss_and_gradient.h"
 
 #include <string>
@@ -58,6 +60,9 @@ class LossAndGradient {
     return w / normalizer_;
   }
 
+  // Whether the row has a gradient, as far as fp32 can tell.
+  bool has_weight(int64_t b) const { return static_cast<float>(weight(b)) != 0.0f; }
+
   // Also the rule about data: checked before anything is written.
   Result<void> count_rows() {
     for (int64_t b = 0; b < p_.shape.BT; ++b) {
@@ -73,6 +78,7 @@ class LossAndGradient {
     }
     normalizer_ =
         in_.normalizer.value_or(in_.token_weights || rows_ == 0 ? 1.0 : static_cast<double>(rows_));
+    for (int64_t b = 0; b < p_.shape.BT; ++b) weighted_ += counts(b) && has_weight(b);
     return {};
   }
 
@@ -127,19 +133,18 @@ class LossAndGradient {
     forward.neutral_rows(team);
     zero_rows(team);
     GradientPass::Cell cell;
-    cell.token_chunks = ceil_div(rows_, p_.forward.token_block);
+    cell.token_chunks = ceil_div(weighted_, p_.forward.token_block);
     cell.vocab_chunks = ceil_div(p_.shape.V, p_.gradient.vocab_chunk);
     int64_t cursor = 0;
     for (int64_t block = 0; block < cell.token_chunks; ++block) {
-      const int64_t rows = forward.next_block(team, cursor);
+      const int64_t rows =
+          forward.next_block(team, cursor, [&](int64_t b) { return has_weight(b); });
       forward.one_block(team, rows);
       if (stop.leave_together(team)) return;
-      settle(team, forward, gradient, rows);
-      if (p_.shape.H == 0) {
-        team.barrier();
-        continue;
-      }
+      settle(team, forward, rows);
+      gradient_rows(team, forward, gradient, rows);
       team.barrier();
+      if (p_.shape.H == 0) continue;
       cell.token_index = block;
       cell.tokens = rows;
       if (p_.gradient.vocab_chunk < p_.shape.V) cell.vocab_index = -1;
@@ -147,6 +152,16 @@ class LossAndGradient {
       for (int64_t chunk = 0; chunk < cell.vocab_chunks; ++chunk) {
         if (!gradient.one_cell(team, chunk, cell)) return;
       }
+    }
+    cursor = 0;
+    for (int64_t left = rows_ - weighted_; left > 0;) {
+      const int64_t rows =
+          forward.next_block(team, cursor, [&](int64_t b) { return !has_weight(b); });
+      forward.one_block(team, rows);
+      if (stop.leave_together(team)) return;
+      settle(team, forward, rows);
+      team.barrier();
+      left -= rows;
     }
   }
 
@@ -156,17 +171,24 @@ class LossAndGradient {
     for (int64_t b = tokens.begin; b < tokens.end; ++b) {
       const bool here = counts(b);
       if (!here) set_f32(out_.loss, b, 0.0f);
-      if (here && static_cast<float>(weight(b)) != 0.0f) continue;
+      if (here && has_weight(b)) continue;
       if (out_.grad_input && !p_.types.grad_input->accumulate) zero_row(*out_.grad_input, b);
     }
-    if (rows_ > 0 || !out_.grad_weight || p_.types.grad_weight->accumulate) return;
+    if (weighted_ > 0 || !out_.grad_weight || p_.types.grad_weight->accumulate) return;
     const Range vocabulary = team.part(p_.shape.V);
     for (int64_t v = vocabulary.begin; v < vocabulary.end; ++v) zero_row(*out_.grad_weight, v);
   }
 
-  // The block's statistics are complete: losses, and what the gradient needs of each row.
-  void settle(const Team& team, const ForwardPass& forward, const GradientPass& gradient,
-              int64_t rows) const {
+  // The block's statistics are complete: its losses.
+  void settle(const Team& team, const ForwardPass& forward, int64_t rows) const {
+    const int64_t* index = forward.region<int64_t>(p_.forward.row_index);
+    const Range mine = team.part(rows);
+    for (int64_t r = mine.begin; r < mine.end; ++r) set_f32(out_.loss, index[r], loss_of(index[r]));
+  }
+
+  // What the gradient needs of each row of the block.
+  void gradient_rows(const Team& team, const ForwardPass& forward, const GradientPass& gradient,
+                     int64_t rows) const {
     const int64_t* index = forward.region<int64_t>(p_.forward.row_index);
     const int64_t* local = forward.region<int64_t>(p_.forward.local_target);
     const float* max = forward.region<float>(p_.forward.run_max);
@@ -175,7 +197,6 @@ class LossAndGradient {
     const Range mine = team.part(rows);
     for (int64_t r = mine.begin; r < mine.end; ++r) {
       const int64_t b = index[r];
-      set_f32(out_.loss, b, loss_of(b));
       cpu::GradRow row{};
       row.grad = static_cast<float>(weight(b));
       row.target = local[r];
@@ -183,8 +204,7 @@ class LossAndGradient {
       k_.softmax(predicted + r, 1, max[r], row.inv_sum, &row.target_p);
       gradient.set_f16_scale(row);
       gradient.region<cpu::GradRow>(p_.gradient.row_params)[r] = row;
-      // A token of weight 0 has statistics and a loss, but no gradient, whatever it holds.
-      gradient.region<int64_t>(p_.gradient.row_index)[r] = row.grad == 0.0f ? kNoRow : b;
+      gradient.region<int64_t>(p_.gradient.row_index)[r] = b;
     }
     // Segment maxima become factors, in place.
     const int64_t segments = ceil_div(p_.shape.V, cpu::kSegmentColumns);
@@ -203,7 +223,8 @@ class LossAndGradient {
   std::span<std::byte> ws_;
   const CancelToken* cancel_;
   ForwardOutputs statistics_;
-  int64_t rows_ = 0;  // that count
+  int64_t rows_ = 0;      // that count
+  int64_t weighted_ = 0;  // of them, that have a gradient
   double normalizer_ = 1;
 };
 

@@ -334,6 +334,40 @@ TEST_P(LossAndGradient, TokensThatDoNotCountLeaveNoTrace) {
   }
 }
 
+TEST_P(LossAndGradient, TokensOfWeightZeroLeaveNoTraceInGradientsAndHaveALoss) {
+  for (const Strategy strategy : kStrategies) {
+    for (const Arithmetic& arithmetic : all_arithmetics()) {
+      StepCase c = make_step({.BT = 90, .V = 300, .H = 33}, arithmetic);
+      c.normalizer = 7.0;
+      const StepResult plain = run_step(c, options(), strategy);
+      c.token_weights = TestTensor::vector(DType::f32, 90);
+      const auto weightless = [](int64_t b) { return b % 3 == 1 || b == 44; };
+      for (int64_t b = 0; b < 90; ++b) c.token_weights->set(b, weightless(b) ? 0.0 : 1.0);
+      StepCase without = make_step({.BT = 90, .V = 300, .H = 33}, arithmetic);
+      without.normalizer = 7.0;
+      without.ignore_index = -1;
+      for (int64_t b = 0; b < 90; ++b) {
+        if (weightless(b)) without.target.set_index(b, -1);
+      }
+      const StepResult want = run_step(without, options(), strategy);
+      for (const bool least : {false, true}) {  // one block, and many
+        PlanOptions o = options();
+        if (least) o.workspace_limit_bytes = 1024;
+        while (!plan_loss_and_gradient(c.shape, c.types(), o, strategy)) {
+          o.workspace_limit_bytes += o.workspace_limit_bytes / 8 + 64;
+        }
+        const StepResult got = run_step(c, o, strategy);
+        EXPECT_EQ(got.gradients.grad_weight->all_bits(), want.gradients.grad_weight->all_bits())
+            << arithmetic.name;
+        EXPECT_EQ(got.gradients.grad_input->all_bits(), want.gradients.grad_input->all_bits())
+            << arithmetic.name;
+        EXPECT_EQ(got.loss.all_bits(), plain.loss.all_bits()) << arithmetic.name;
+        EXPECT_EQ(got.total, want.total) << arithmetic.name;
+      }
+    }
+  }
+}
+
 TEST_P(LossAndGradient, MicroBatchesMakeTheBitsOfTheWhole) {
   for (const Strategy strategy : kStrategies) {
     for (const Arithmetic& arithmetic : all_arithmetics()) {
