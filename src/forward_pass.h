@@ -127,7 +127,7 @@ class ForwardPass {
 
   void one_block(const Team& team, int64_t rows) {
     if (p_.stream_width > 0) return stream_block(team, rows);
-    const Panels panels(rows, g_.mr);
+    const Panels panels(rows, p_.panel_rows);
     const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
     const RowSelection input{in_.input, region<int64_t>(p_.row_index)};
     const Range mine = team.part(panels.count);

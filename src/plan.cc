@@ -123,7 +123,7 @@ int64_t lay_out(ForwardPlanData& p) {
     p.tiles_stride = p.vocab_in_lanes() ? tiles : 2 * tiles + g.stream_staged_bytes;
     p.staged = 2 * tiles;
   } else {
-    p.input_panels = l.add(ceil_div(p.token_block, g.mr) * units * g.mr * 4);
+    p.input_panels = l.add(p.token_panels() * units * g.mr * 4);
     p.weight_panels = l.add(p.chunk_segments * seg_panels * units * g.nr * 4);
     p.tiles_stride = round_up(int64_t{p.group} * seg_panels * g.mr * g.nr * 4, kAlignment);
   }
@@ -131,8 +131,7 @@ int64_t lay_out(ForwardPlanData& p) {
   const int64_t segments = p.partial_segments();
   p.partial_max = l.add(segments * p.token_block * 4);
   p.partial_sum = l.add(segments * p.token_block * 4);
-  p.held_tiles =
-      l.add(p.held ? ceil_div(p.token_block, g.mr) * p.vocab_panels() * p.held_tile_bytes() : 0);
+  p.held_tiles = l.add(p.held ? p.token_panels() * p.vocab_panels() * p.held_tile_bytes() : 0);
   p.row_index = l.add(p.token_block * 8);
   p.local_target = l.add(p.token_block * 8);
   p.run_max = l.add(p.token_block * 4);
@@ -152,29 +151,43 @@ double idle_share(int64_t units, int64_t threads) {
   return 1.0 - static_cast<double>(units) / slots;
 }
 
+// Rounds of (segment, token panel) units that the slowest member of the team computes for a block:
+// the units of a chunk are shared out between two barriers.
+int64_t forward_rounds(const ForwardPlanData& p) {
+  const int64_t threads = p.target.threads;
+  const int64_t panels = p.token_panels();
+  const int64_t segments = ceil_div(p.shape.V, cpu::kSegmentColumns);
+  return segments / p.chunk_segments * ceil_div(p.chunk_segments * panels, threads) +
+         ceil_div(segments % p.chunk_segments * panels, threads);
+}
+double forward_idle_share(const ForwardPlanData& p) {
+  const int64_t units = ceil_div(p.shape.V, cpu::kSegmentColumns) * p.token_panels();
+  if (units == 0) return 0;
+  return 1.0 - static_cast<double>(units) /
+                   static_cast<double>(forward_rounds(p) * int64_t{p.target.threads});
+}
+
 // Estimated cycles of a forward with these blocks: rounds of (segment, token panel) units between
 // two barriers, weight packed once per block, and what a walk over a segment costs when few panels
 // share it.
 double forward_cycles(const ForwardPlanData& p) {
   const cpu::GemmKernels& g = *p.target.gemm;
-  const int64_t threads = p.target.threads;
-  const int64_t panels = ceil_div(p.token_block, g.mr);
   const int64_t segments = ceil_div(p.shape.V, cpu::kSegmentColumns);
-  const int64_t rest = segments % p.chunk_segments;
-  const auto rounds = static_cast<double>(segments / p.chunk_segments *
-                                              ceil_div(p.chunk_segments * panels, threads) +
-                                          ceil_div(rest * panels, threads));
   const auto H = static_cast<double>(p.shape.H);
   constexpr double kBarriers = 10e3;  // two per chunk, with the wait for the slowest thread
   constexpr double kPack = 0.35;      // a transpose in registers, per element
   constexpr double kWalk = 0.08;      // of the unit's time, if one panel walks alone
-  const double unit =
-      static_cast<double>(g.mr) * cpu::kSegmentColumns * (H / 64 + 1) * (1 + kWalk / p.group);
-  const double pack = kPack * static_cast<double>(p.shape.V) * H / static_cast<double>(threads);
+  constexpr double kShort = 0.04;     // if it has half as many rows as the tile: more of B a flop
+  const double missing = 2.0 * (g.mr - p.panel_rows) / g.mr;
+  const double unit = static_cast<double>(p.panel_rows) * cpu::kSegmentColumns * (H / 64 + 1) *
+                      (1 + kWalk / p.group + kShort * missing);
+  const double pack = kPack * static_cast<double>(p.shape.V) * H / p.target.threads;
   const double chunks = static_cast<double>(ceil_div(segments, p.chunk_segments));
   const auto blocks = static_cast<double>(ceil_div(p.shape.BT, p.token_block));
-  return blocks * (rounds * unit + pack + chunks * kBarriers);
+  return blocks * (static_cast<double>(forward_rounds(p)) * unit + pack + chunks * kBarriers);
 }
+
+constexpr int kSmallTeam = 8;  // full panels serve it
 
 // Tokens in blocks, as many rows per block as fit, since weight is packed once per block; weight in
 // chunks of segments, which only have to keep the threads evenly busy between two barriers.
@@ -183,7 +196,7 @@ Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
   const int64_t units = ceil_div(p.shape.H, g.k_unit);
   const int64_t segments = std::max<int64_t>(1, ceil_div(p.shape.V, cpu::kSegmentColumns));
   const int64_t BT = std::max<int64_t>(p.shape.BT, 1);
-  const int64_t token_panels = ceil_div(BT, g.mr);
+  p.panel_rows = g.mr;
 
   p.token_block = std::min<int64_t>(BT, g.mr);
   p.chunk_segments = 1;
@@ -218,36 +231,41 @@ Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
     }
   }
   // Panels that share a walk: half of L2, at most 8. Chunks: enough segments for any team to share
-  // evenly; a few MiB of weight serve a small one.
+  // evenly; a few MiB of weight serve a small one. Large teams may share shorter panels evenly
+  // where full ones leave some of them waiting.
   const int64_t panel_bytes = std::max<int64_t>(1, units * g.mr * 4);
-  const int64_t widest =
-      std::min(token_panels, std::clamp<int64_t>(p.target.l2_bytes / 2 / panel_bytes, 1, 8));
   const int64_t longest = std::min<int64_t>(segments, 4 * std::max(16, p.target.threads));
+  const int shortest = p.target.threads > kSmallTeam ? g.mr / 2 + 1 : g.mr;
   double best_cost = 0;
   ForwardPlanData best;
-  for (int64_t group = widest;; group /= 2) {
-    for (int64_t chunk = 1; chunk <= longest; ++chunk) {
-      int64_t low = 0;  // the largest block that fits, by bisection over panels
-      int64_t high = token_panels;
-      while (low < high) {
-        const int64_t mid = (low + high + 1) / 2;
-        if (fits(std::min(BT, mid * g.mr), chunk, group)) {
-          low = mid;
-        } else {
-          high = mid - 1;
+  for (int rows = g.mr; rows >= shortest; rows -= 2) {
+    p.panel_rows = rows;
+    const int64_t token_panels = ceil_div(BT, rows);
+    const int64_t widest =
+        std::min(token_panels, std::clamp<int64_t>(p.target.l2_bytes / 2 / panel_bytes, 1, 8));
+    for (int64_t group = widest; group > 0; group /= 2) {
+      for (int64_t chunk = 1; chunk <= longest; ++chunk) {
+        int64_t low = 0;  // the largest block that fits, by bisection over panels
+        int64_t high = token_panels;
+        while (low < high) {
+          const int64_t mid = (low + high + 1) / 2;
+          if (fits(std::min(BT, mid * rows), chunk, group)) {
+            low = mid;
+          } else {
+            high = mid - 1;
+          }
+        }
+        if (low == 0) break;
+        // Blocks of equal size.
+        const int64_t blocks = ceil_div(BT, std::min(BT, low * rows));
+        fits(std::min(BT, round_up(ceil_div(BT, blocks), rows)), chunk, group);
+        const double cost = forward_cycles(p);
+        if (best.token_block == 0 || cost < best_cost) {
+          best = p;
+          best_cost = cost;
         }
       }
-      if (low == 0) break;
-      // Blocks of equal size.
-      const int64_t blocks = ceil_div(BT, std::min(BT, low * g.mr));
-      fits(std::min(BT, round_up(ceil_div(BT, blocks), g.mr)), chunk, group);
-      const double cost = forward_cycles(p);
-      if (best.token_block == 0 || cost < best_cost) {
-        best = p;
-        best_cost = cost;
-      }
     }
-    if (group == 1) break;
   }
   p = best;
   return {};
@@ -353,9 +371,9 @@ IdleShares idle_shares(const GradientPlanData& p) {
   return idle;
 }
 
-std::string idle_text(const GradientPlanData& p) {
+std::string idle_text(const GradientPlanData& p, const std::string& before = {}) {
   const IdleShares idle = idle_shares(p);
-  return "  idle: grad_logits " + percent_text(idle.grad_logits) + ", products " +
+  return "  idle: " + before + "grad_logits " + percent_text(idle.grad_logits) + ", products " +
          percent_text(idle.products) + "\n";
 }
 
@@ -508,7 +526,11 @@ int64_t lay_out(LossAndGradientPlanData& p) {
 double one_pass_overhead(const LossAndGradientPlanData& p) {
   const double blocks = static_cast<double>(ceil_div(p.shape.BT, p.forward.token_block));
   const double pack = 0.35 * static_cast<double>(p.shape.V) * static_cast<double>(p.shape.H);
-  return blocks * pack / p.target.threads + overhead_cycles(p.gradient);
+  const double idle = forward_idle_share(p.forward);
+  const double product = static_cast<double>(p.shape.BT) * static_cast<double>(p.shape.V) *
+                         static_cast<double>(p.shape.H) / 64 / p.target.threads;
+  return blocks * pack / p.target.threads + product * idle / (1 - idle) +
+         overhead_cycles(p.gradient);
 }
 
 // The blocks of one pass: the fewest cycles within the limit. False if nothing fits; least_bytes is
@@ -524,14 +546,17 @@ bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
   p.gradient.types.grad_weight = p.types.grad_weight;
   p.gradient.source = SoftmaxSource::held;
   p.gradient.vocab_outside = false;
+  p.forward.panel_rows = g.mr;
   p.forward.held = p.target.multiply == DType::bf16 ? DType::bf16 : DType::f32;
   const int64_t units = ceil_div(p.shape.H, g.k_unit);
   const int64_t segments = std::max<int64_t>(1, ceil_div(p.shape.V, cpu::kSegmentColumns));
-  p.forward.chunk_segments = std::clamp<int64_t>(
+  // A few MiB of weight serve a small team; a large one waits less if it shares more.
+  const int64_t short_chunk = std::clamp<int64_t>(
       (int64_t{4} << 20) / std::max<int64_t>(1, units * cpu::kSegmentColumns * 4), 1, segments);
+  constexpr double kIdle = 0.01;
   p.forward.group = static_cast<int>(
       std::clamp<int64_t>(p.target.l2_bytes / 2 / std::max<int64_t>(1, units * g.mr * 4), 1, 8));
-  const auto vocab_sizes = chunk_sizes(p.shape.V, g.nr, {2240, 1792, 1344, 896, 448, 224});
+  const auto vocab_sizes = chunk_sizes(p.shape.V, g.nr, {2304, 1792, 1344, 896, 448, 224});
   bool found = false;
   double best_cost = 0;
   LossAndGradientPlanData best;
@@ -542,8 +567,15 @@ bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
       const int64_t block = std::max<int64_t>(g.mr, round_up(ceil_div(p.shape.BT, blocks), g.mr));
       c.forward.token_block = c.gradient.token_chunk = block;
       c.gradient.vocab_chunk = vocab_chunk;
+      c.forward.chunk_segments = short_chunk;
       least_bytes = std::min(least_bytes, lay_out(c));
       if (c.workspace_bytes > p.limit_bytes) continue;
+      LossAndGradientPlanData longer = c;
+      while (forward_idle_share(c.forward) > kIdle && longer.forward.chunk_segments < segments) {
+        ++longer.forward.chunk_segments;
+        if (lay_out(longer) > p.limit_bytes) break;
+        if (forward_idle_share(longer.forward) < forward_idle_share(c.forward)) c = longer;
+      }
       const double cost = one_pass_overhead(c);
       if (!found || cost < best_cost) {
         found = true;
@@ -713,16 +745,14 @@ std::string ForwardPlan::describe() const {
           std::to_string(p.token_block) + "; vocabulary in chunks of " +
           std::to_string(p.chunk_segments) + " segments of " +
           std::to_string(cpu::kSegmentColumns) + " columns; " + std::to_string(p.group) +
-          " panels of tokens share a walk over a segment\n";
+          " panels of " + std::to_string(p.panel_rows) + " tokens share a walk over a segment\n";
   text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +
           std::to_string(p.workspace_bytes) + " bytes): input " +
-          bytes_text(ceil_div(p.token_block, p.target.gemm->mr) * units * p.target.gemm->mr * 4) +
-          ", weight " + bytes_text(p.chunk_segments * units * cpu::kSegmentColumns * 4) +
-          ", tiles " + bytes_text(p.target.threads * p.tiles_stride) + "\n";
-  const int64_t pieces = p.chunk_segments * ceil_div(p.token_block, p.target.gemm->mr);
-  text += "  idle: " + percent_text(idle_share(pieces, p.target.threads)) + " (" +
-          std::to_string(pieces) + " units a chunk)\n";
-  return text;
+          bytes_text(p.token_panels() * units * p.target.gemm->mr * 4) + ", weight " +
+          bytes_text(p.chunk_segments * units * cpu::kSegmentColumns * 4) + ", tiles " +
+          bytes_text(p.target.threads * p.tiles_stride) + "\n";
+  return text + "  idle: " + percent_text(forward_idle_share(p)) + " (" +
+         std::to_string(p.chunk_segments * p.token_panels()) + " units a chunk)\n";
 }
 
 int64_t MergePlan::workspace_bytes() const { return 0; }
@@ -772,10 +802,11 @@ std::string LossAndGradientPlan::describe() const {
       "  grad_weight " + where_text(p.types.grad_weight, p.gradient.grad_weight_accumulator) + "\n";
   text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +
           std::to_string(p.workspace_bytes) + " bytes): held " +
-          bytes_text(ceil_div(p.forward.token_block, p.target.gemm->mr) * p.forward.vocab_panels() *
+          bytes_text(p.forward.token_panels() * p.forward.vocab_panels() *
                      p.forward.held_tile_bytes()) +
           ", accumulator " + bytes_text(p.gradient.accumulator_bytes) + "\n";
-  return text + idle_text(p.gradient);
+  return text +
+         idle_text(p.gradient, "forward " + percent_text(forward_idle_share(p.forward)) + ", ");
 }
 
 int64_t GradientPlan::workspace_bytes() const { return data_->workspace_bytes; }

@@ -75,6 +75,7 @@ struct ForwardPlanData {
   Target target;
   int64_t token_block = 0;     // rows whose packed input is held at a time
   int64_t chunk_segments = 0;  // segments of weight packed at a time
+  int panel_rows = 0;          // tokens of a panel: mr, or fewer so that a large team shares them
   int group = 0;               // token panels that share one walk over a segment
   int64_t least_bytes = 0;     // the least workspace any limit allows
   // Few tokens: the width of their panel, and weight is read without being packed. 0: packed.
@@ -85,6 +86,7 @@ struct ForwardPlanData {
   std::optional<DType> held;
   int64_t held_tiles = 0;
   int64_t vocab_panels() const { return ceil_div(shape.V, target.gemm->nr); }
+  int64_t token_panels() const { return ceil_div(token_block, panel_rows); }
   // Of a chunk, but where it is of all.
   int64_t partial_segments() const {
     return held || stream_width > 0 ? ceil_div(shape.V, cpu::kSegmentColumns) : chunk_segments;

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <regex>
+#include <string>
 
 #include "tests/cli/program.h"
 #include "tests/cli/scratch.h"
@@ -238,6 +240,27 @@ TEST_F(BenchTest, ABaselineThatCannotAnswerIsRefused) {
                  HasSubstr("none of its 1 lines"));
 }
 
+TEST_F(BenchTest, AStepThatTheLimitMadeRecomputeIsMarked) {
+  const auto with_limit = [](std::vector<std::string> arguments, int64_t bytes) {
+    for (const char* more : {"--shape", "45,507,64", "--op", "one-pass", "--workspace-limit"}) {
+      arguments.emplace_back(more);
+    }
+    arguments.push_back(std::to_string(bytes));
+    return arguments;
+  };
+  const auto strategy = [&](int64_t limit) -> std::string {
+    return json_of(with_limit({"plan"}, limit))["plans"][0]["strategy"];
+  };
+  constexpr int64_t kEnough = 400'000;
+  ASSERT_EQ(strategy(kEnough), "one_pass");
+  int64_t limit = kEnough;
+  while (strategy(limit) == "one_pass") limit -= limit / 50;
+  const ProgramResult recomputed = run_program(with_limit(bench({}), limit));
+  EXPECT_THAT(recomputed.out, HasSubstr("one-pass, recomputed")) << recomputed.err;
+  const ProgramResult one_pass = run_program(with_limit(bench({}), kEnough));
+  EXPECT_THAT(one_pass.out, AllOf(HasSubstr("one-pass"), Not(HasSubstr("recomputed"))));
+}
+
 TEST_F(BenchTest, ThePlanSaysTheIdleShareForEveryNumberOfThreads) {
   const json document = json_of({"plan", "--shape", "1024,32000,2048", "--threads", "16,64,128"});
   ASSERT_EQ(document["plans"].size(), 12U);
@@ -248,8 +271,29 @@ TEST_F(BenchTest, ThePlanSaysTheIdleShareForEveryNumberOfThreads) {
     const std::string text = plan["describe"];
     EXPECT_THAT(text, HasSubstr("idle: "));
     if (plan["op"] == "forward") continue;
-    EXPECT_THAT(text, AllOf(HasSubstr("grad_logits "), HasSubstr("grad_weight "),
-                            HasSubstr("grad_input ")));
+    EXPECT_THAT(text, AllOf(HasSubstr("grad_logits "), HasSubstr("products ")));
+    if (plan["op"] == "one-pass") {
+      EXPECT_THAT(text, HasSubstr("idle: forward "));
+    }
+  }
+}
+
+// Training shapes on servers: no step lets more than 3 % of a large team wait.
+TEST_F(BenchTest, LargeTeamsShareTheWorkEvenly) {
+  for (const char* shape : {"1024,32000,2048", "1024,49152,576", "512,32064,4096",
+                            "8192,32000,1024", "2048,128256,2048"}) {
+    const json document = json_of({"plan", "--shape", shape, "--threads", "16,64,128"});
+    ASSERT_EQ(document["plans"].size(), 12U);
+    for (const json& plan : document["plans"]) {
+      const std::string text = plan["describe"];
+      const std::string idle = text.substr(text.rfind("idle: "));
+      static const std::regex kShare("([0-9.]+) %");
+      int steps = 0;
+      for (std::sregex_iterator i(idle.begin(), idle.end(), kShare), end; i != end; ++i, ++steps) {
+        EXPECT_LE(std::stod((*i)[1]), 3.0) << text;
+      }
+      EXPECT_GE(steps, plan["op"] == "forward" ? 1 : 2) << text;
+    }
   }
 }
 
