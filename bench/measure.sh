@@ -56,7 +56,7 @@ measure tokens --shape 1024,32000,2048 1024,49152,576 --op forward,gradient,one-
 measure limits --shape 1024,32000,2048 1024,49152,576 --op forward,gradient,one-pass --no-unfused \
   --workspace-limit 10MiB,12MiB,16MiB,24MiB,32MiB,48MiB,64MiB,96MiB,128MiB,192MiB,256MiB,512MiB
 # At, one below and one above multiples of every tile (14 and 6 tokens, 32 columns, segments of 256,
-# chunks of 2,240), few tokens, and strides that alias in a cache beside ones that do not.
+# chunks of 2,304), few tokens, and strides that alias in a cache beside ones that do not.
 cliffs=()
 for BT in 13 14 15 31 32 33 63 64 65 127 128 129 255 256 257 1021 1022 1023 1024; do
   cliffs+=("$BT,32000,2048")

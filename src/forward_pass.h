@@ -214,7 +214,7 @@ class ForwardPass {
     }
   }
 
-  // Few tokens, all of them in the lanes. Each member takes a stretch of the segments.
+  // Few tokens: weight is read as it lies in memory. Each member takes a stretch of the segments.
   void stream_block(const Team& team, int64_t rows) {
     if (team.rank() == 0) {
       pack_row_panel(p_.target, {in_.input, region<int64_t>(p_.row_index)}, 0,
