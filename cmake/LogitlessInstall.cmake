@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# What `cmake --install` lays out: headers, liblogitless.so, find_package(logitless), logitless.pc
+# What `cmake --install` lays out: headers, liblogitless.so, liblogitless_mpi.so where MPI was found,
+# find_package(logitless), logitless.pc
 # and the program. The C face's toolkit folder <prefix>/ascend has its own rules in src/ascend.
 include(CMakePackageConfigHelpers)
 
@@ -12,6 +13,13 @@ install(TARGETS logitless EXPORT logitlessTargets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(EXPORT logitlessTargets NAMESPACE logitless:: DESTINATION ${LOGITLESS_CMAKEDIR})
+# A set of its own: who does not ask for the component `mpi` needs no MPI.
+if(TARGET logitless_mpi)
+  install(TARGETS logitless_mpi EXPORT logitlessMpiTargets
+    LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+    INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+  install(EXPORT logitlessMpiTargets NAMESPACE logitless:: DESTINATION ${LOGITLESS_CMAKEDIR})
+endif()
 
 if(LOGITLESS_BUILD_CLI AND TARGET logitless_cli)
   install(TARGETS logitless_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})

@@ -239,14 +239,15 @@ Result<void> check_gradient_types(const Types& types) {
 
 // The gradients' buffers: present exactly when planned, and of the planned shape and type.
 template <class Types, class Outputs>
-Result<void> check_gradient_outputs(const Shape& shape, const Types& types, const Outputs& out) {
+Result<void> check_gradient_outputs(const Shape& shape, const Types& types, const Outputs& out,
+                                    int64_t input_rows, const char* input_rows_name) {
   const struct {
     const char* name;
     const std::optional<GradientOutput>& planned;
     const std::optional<MatrixView>& view;
     int64_t rows;
     const char* rows_name;
-  } matrices[] = {{"grad_input", types.grad_input, out.grad_input, shape.BT, "BT"},
+  } matrices[] = {{"grad_input", types.grad_input, out.grad_input, input_rows, input_rows_name},
                   {"grad_weight", types.grad_weight, out.grad_weight, shape.V, "V"}};
   for (const auto& m : matrices) {
     if (m.planned.has_value() != m.view.has_value()) {
@@ -452,23 +453,30 @@ Result<void> check(const GradientPlanData& plan, const GradientOperands& in,
                      : check_vector("sum_exp_logits", *in.sum_exp_logits, BT, kF32, Access::input);
       });
   if (!rules) return rules;
-  if (auto ok = check_gradient_outputs(plan.shape, types, out); !ok) return ok;
+  if (auto ok = check_gradient_outputs(plan.shape, types, out, BT, "BT"); !ok) return ok;
   return check_workspace(workspace, plan.workspace_bytes);
 }
 
 Result<void> check(const LossAndGradientPlanData& plan, const LossAndGradientOperands& in,
                    const LossAndGradientOutputs& out, std::span<std::byte> workspace) {
-  const int64_t BT = plan.shape.BT;
-  const int64_t V = plan.shape.V;
-  const int64_t H = plan.shape.H;
-  const LossAndGradientTypes& types = plan.types;
+  const StepRows rows{.input = plan.shape.BT, .grad_input = plan.shape.BT};
+  return check_step(plan.shape, rows, plan.types, in, out, workspace, plan.workspace_bytes);
+}
+
+Result<void> check_step(const Shape& shape, const StepRows& step, const LossAndGradientTypes& types,
+                        const LossAndGradientOperands& in, const LossAndGradientOutputs& out,
+                        std::span<std::byte> workspace, int64_t workspace_bytes) {
+  const int64_t BT = shape.BT;
+  const int64_t V = shape.V;
+  const int64_t H = shape.H;
   const auto optional_vector = [&](const char* name, const auto& view, const auto& dtypes,
                                    Access access) {
     return view ? check_vector(name, *view, BT, dtypes, access) : Result<void>();
   };
   const auto rules = first_error(
       [&] {
-        return check_matrix("input", in.input, BT, "BT", H, "H", {types.operand}, Access::input);
+        return check_matrix("input", in.input, step.input, step.input_name, H, "H", {types.operand},
+                            Access::input);
       },
       [&] {
         return check_matrix("weight", in.weight, V, "V", H, "H", {types.operand}, Access::input);
@@ -482,12 +490,14 @@ Result<void> check(const LossAndGradientPlanData& plan, const LossAndGradientOpe
       [&] {
         return optional_vector("predicted_logits", out.predicted_logits, kF32, Access::output);
       },
-      [&] { return check_gradient_outputs(plan.shape, types, out); });
+      [&] {
+        return check_gradient_outputs(shape, types, out, step.grad_input, step.grad_input_name);
+      });
   if (!rules) return rules;
   if (in.normalizer && !(std::fabs(*in.normalizer) > 0)) {
     return invalid("normalizer is " + std::to_string(*in.normalizer) + ", must not be 0 or NaN");
   }
-  return check_workspace(workspace, plan.workspace_bytes);
+  return check_workspace(workspace, workspace_bytes);
 }
 
 }  // namespace LOGITLESS_ABI_NAMESPACE

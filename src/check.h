@@ -30,5 +30,17 @@ Result<void> check(const GradientPlanData& plan, const GradientOperands& operand
 Result<void> check(const LossAndGradientPlanData& plan, const LossAndGradientOperands& operands,
                    const LossAndGradientOutputs& outputs, std::span<std::byte> workspace);
 
+// A step's arguments where input and grad_input need not have BT rows.
+struct StepRows {
+  int64_t input = 0;
+  const char* input_name = "BT";
+  int64_t grad_input = 0;
+  const char* grad_input_name = "BT";
+};
+Result<void> check_step(const Shape& shape, const StepRows& rows, const LossAndGradientTypes& types,
+                        const LossAndGradientOperands& operands,
+                        const LossAndGradientOutputs& outputs, std::span<std::byte> workspace,
+                        int64_t workspace_bytes);
+
 }  // namespace LOGITLESS_ABI_NAMESPACE
 }  // namespace logitless

@@ -22,6 +22,7 @@ enum class ErrorKind : int32_t {
   limit_too_small = 4,  // workspace_limit_bytes is below the least possible workspace
   cancelled = 5,        // the cancel token fired; the outputs' contents are unspecified
   isa_unusable = 6,     // the instruction set asked for is unknown or not offered by this CPU
+  communication = 7,    // the transport between ranks failed
 };
 
 struct Error {

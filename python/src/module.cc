@@ -90,6 +90,7 @@ float float_at(const ConstVectorView& v, int64_t i) {
     case ErrorKind::workspace_too_small:
     case ErrorKind::limit_too_small:
     case ErrorKind::isa_unusable:
+    case ErrorKind::communication:
       throw nb::value_error(text);
   }
   throw nb::value_error(text);

@@ -64,6 +64,32 @@ readme_example() {
   [[ -n $expected && $printed == "$expected" ]] || fail "prints '$printed', README says '$expected'"
 }
 
+# The example under mpirun, from the installed package; and the README shows what it runs.
+mpi() {
+  build_project "$here/mpi" -DCMAKE_PREFIX_PATH="$prefix" -DLOGITLESS_SOURCE="$SOURCE" >"$work/log" ||
+    fail "$(cat "$work/log")"
+  "$MPIEXEC" -n 3 "$work/build/consumer"
+  local line
+  while read -r line; do
+    grep -qF -- "$line" "$SOURCE/examples/mpi/vocab_parallel.cc" ||
+      fail "README.md has a line that examples/mpi/vocab_parallel.cc has not: $line"
+  done < <(awk '/^```cpp$/ {++block; next} /^```$/ {if (block == 2) exit} block == 2' "$SOURCE/README.md")
+  # Without MPI the package is as before, and the library of it neither links MPI nor says so.
+  if readelf -d "$prefix/$LIBDIR/liblogitless.so" | grep -i 'NEEDED.*mpi'; then
+    fail "liblogitless.so links MPI"
+  fi
+}
+
+mpi_symbols() {
+  local library=$prefix/$LIBDIR/liblogitless_mpi.so foreign
+  foreign=$(nm -D --defined-only "$library" | awk '$2 ~ /[TDBR]/ {print $3}' | c++filt |
+    grep -v '^logitless::v0::\|^logitless_mpi_v0_open_world$' || true)
+  [[ -z $foreign ]] || fail "not ours, yet exported: $foreign"
+  if readelf -d "$library" | grep 'NEEDED.*liblogitless\.so'; then
+    fail "liblogitless_mpi.so needs liblogitless.so: a program that has the library inside would load a second one"
+  fi
+}
+
 # Nothing but the public API may be visible, and the file must be found by its SONAME.
 exported_symbols() {
   local library=$prefix/$LIBDIR/liblogitless.so foreign soname

@@ -1,0 +1,512 @@
+// SPDX-License-Identifier: Apache-2.0
+// A training step of a head whose vocabulary is split over ranks.
+//
+//   agree       arguments checked, targets hashed: one verdict for all ranks
+//   forward     statistics of this rank's rows for every token   -> block
+//               all-gather of the blocks, merged in rank order   -> loss, total
+//   backward    for each chunk of tokens
+//                 gradient operator, whose grad_input rows of this chunk are partial sums
+//                 start their sum over the ranks; finish the one before: round, write
+#include "logitless/parallel/vocab_parallel.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+
+#include "check.h"
+#include "float_environment.h"
+#include "loss_row.h"
+#include "parallel/agreement.h"
+#include "parallel/plan.h"
+#include "team.h"
+#include "views.h"
+
+namespace logitless {
+inline namespace LOGITLESS_ABI_NAMESPACE {
+namespace {
+
+constexpr int64_t kRowsPerThread = 1024;  // fewer rows are not worth waking a thread
+
+std::string real(int64_t bits) { return std::to_string(std::bit_cast<double>(bits)); }
+std::string integer(int64_t value) { return std::to_string(value); }
+std::string presence(int64_t value) { return value == 0 ? "none" : "one"; }
+
+class VocabParallel {
+ public:
+  VocabParallel(const VocabParallelPlanData& plan, Communicator& communicator,
+                const LossAndGradientOperands& in, const LossAndGradientOutputs& out,
+                std::span<std::byte> workspace, const CancelToken* cancel)
+      : p_(plan), comm_(communicator), in_(in), out_(out), ws_(workspace), cancel_(cancel) {}
+
+  Result<void> run() {
+    if (auto ok = agree_on_arguments(); !ok) return ok;
+    if (p_.input_is_sliced()) {
+      if (auto ok = gather_input(); !ok) return ok;
+    } else {
+      input_ = in_.input;
+    }
+    if (auto ok = forward(); !ok) return ok;
+    write_losses();
+    return p_.gradients() ? backward() : Result<void>();
+  }
+
+ private:
+  template <class T>
+  T* region(int64_t offset) const {
+    return reinterpret_cast<T*>(ws_.data() + offset);
+  }
+  VectorView vector(int64_t offset) const {
+    return {ws_.data() + offset, DType::f32, p_.shape.BT, 1};
+  }
+  bool counts(int64_t b) const {
+    if (in_.rows.counts && !byte_at(*in_.rows.counts, b)) return false;
+    return !in_.rows.ignore_index || integer_at(in_.target, b) != *in_.rows.ignore_index;
+  }
+  double weight(int64_t b) const {
+    const double w = in_.token_weights ? static_cast<double>(f32_at(*in_.token_weights, b)) : 1.0;
+    return w / normalizer_;
+  }
+  // Runs body(begin, end) on parts of n rows.
+  template <class Body>
+  void over_rows(int64_t n, int64_t rows_per_thread, const Body& body) const {
+    const auto threads = static_cast<int>(
+        std::min<int64_t>(p_.threads, ceil_div(std::max<int64_t>(n, 1), rows_per_thread)));
+    run_team(threads, [&](const Team& team) {
+      const Range mine = team.part(n);
+      if (mine.size() > 0) body(mine.begin, mine.end);
+    });
+  }
+
+  // ---- agreement --------------------------------------------------------------------------------
+
+  Result<void> check_arguments() const {
+    if (comm_.size() != p_.ranks || comm_.rank() != p_.rank) {
+      return Error{ErrorKind::invalid_argument, "communicator: rank " + integer(comm_.rank()) +
+                                                    " of " + integer(comm_.size()) +
+                                                    " came, the plan was made for rank " +
+                                                    integer(p_.rank) + " of " + integer(p_.ranks)};
+    }
+    const Shape local{p_.shape.BT, p_.rows().size(), p_.shape.H};
+    constexpr const char* kSlice = "this rank's slice of BT";
+    StepRows rows{.input = local.BT, .grad_input = local.BT};
+    if (p_.input_is_sliced()) {
+      rows.input = p_.slice.size();
+      rows.input_name = kSlice;
+    }
+    if (p_.scatters()) {
+      rows.grad_input = p_.slice.size();
+      rows.grad_input_name = kSlice;
+    }
+    return check_step(local, rows, p_.step, in_, out_, ws_, p_.workspace_bytes);
+  }
+
+  // Which rows count, and the rule about data.
+  Result<void> count_rows() {
+    for (int64_t b = 0; b < p_.shape.BT; ++b) {
+      if (!counts(b)) continue;
+      ++rows_;
+      const int64_t target = integer_at(in_.target, b);
+      if (target < 0 || target >= p_.shape.V) {
+        return Error{ErrorKind::invalid_data, "target[" + integer(b) + "] is " + integer(target) +
+                                                  ", must be in [0, V) = [0, " +
+                                                  integer(p_.shape.V) + ") where the row counts"};
+      }
+    }
+    normalizer_ =
+        in_.normalizer.value_or(in_.token_weights || rows_ == 0 ? 1.0 : static_cast<double>(rows_));
+    return {};
+  }
+
+  Result<void> agree_on_arguments() {
+    Result<void> mine = check_arguments();
+    const bool usable = static_cast<bool>(mine);  // views may be read, the workspace written
+    if (usable) mine = count_rows();
+    cancellable_ = cancel_ != nullptr;
+    if (!p_.types.agree_in_run) return mine;
+    Hash targets, filter, weights;
+    for (int64_t b = 0; usable && b < p_.shape.BT; ++b) {
+      targets.add(static_cast<uint64_t>(integer_at(in_.target, b)));
+      if (in_.rows.counts) filter.add(byte_at(*in_.rows.counts, b) ? 1 : 0);
+      if (in_.token_weights) weights.add(std::bit_cast<uint32_t>(f32_at(*in_.token_weights, b)));
+    }
+    const Agreed fields[] = {
+        {"plan", p_.id, nullptr},
+        {"target", targets.value(), nullptr},
+        {"ignore_index", in_.rows.ignore_index ? 1 : 0, presence},
+        {"ignore_index", in_.rows.ignore_index.value_or(0), integer},
+        {"counts", in_.rows.counts ? 1 : 0, presence},
+        {"counts", filter.value(), nullptr},
+        {"token_weights", in_.token_weights ? 1 : 0, presence},
+        {"token_weights", weights.value(), nullptr},
+        {"normalizer", in_.normalizer ? 1 : 0, presence},
+        {"normalizer", std::bit_cast<int64_t>(in_.normalizer.value_or(0)), real},
+    };
+    // Where the workspace cannot be used there is a message about it to send.
+    const auto ranks = static_cast<size_t>(comm_.size());
+    std::unique_ptr<Statement[]> apart;
+    std::span<Statement> statements(region<Statement>(p_.statements), usable ? ranks : 0);
+    if (!usable) {
+      apart = std::make_unique<Statement[]>(ranks);
+      statements = {apart.get(), ranks};
+    }
+    if (auto ok = agree(comm_, mine, fields, cancellable_ ? 1 : 0, 0, statements); !ok) return ok;
+    for (const Statement& s : statements) cancellable_ = cancellable_ || s.own[0] != 0;
+    return {};
+  }
+
+  // ---- forward ----------------------------------------------------------------------------------
+
+  Result<void> gather_input() {
+    const int64_t bytes = p_.input_slice_bytes();
+    const int64_t row_bytes = p_.input_row_bytes();
+    auto* mine = region<std::byte>(p_.input_mine);
+    auto* all = region<std::byte>(p_.input_all);
+    over_rows(p_.slice.size(), kRowsPerThread, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        if (in_.input.col_stride != 1) {
+          gather(in_.input, b, 0, p_.shape.H, mine + b * row_bytes);
+        } else if (row_bytes > 0) {
+          std::memcpy(mine + b * row_bytes, at(in_.input, b, 0), static_cast<size_t>(row_bytes));
+        }
+      }
+    });
+    std::memset(mine + p_.slice.size() * row_bytes, 0,
+                static_cast<size_t>(bytes - p_.slice.size() * row_bytes));
+    if (auto ok = comm_.all_gather({mine, static_cast<size_t>(bytes)},
+                                   {all, static_cast<size_t>(p_.ranks * bytes)});
+        !ok) {
+      return ok;
+    }
+    // Slices were sent at the length of the longest; rows close up.
+    for (int64_t r = 1; r < p_.ranks; ++r) {
+      const RowRange slice = p_.slice_of(r);
+      std::memmove(all + slice.begin * row_bytes, all + r * bytes,
+                   static_cast<size_t>(slice.size() * row_bytes));
+    }
+    input_ = ConstMatrixView(all, p_.types.operand, p_.shape.BT, p_.shape.H, p_.shape.H);
+    return {};
+  }
+
+  // The three vectors of a block, behind its statement.
+  float* values(std::byte* block, int64_t vector) const {
+    return reinterpret_cast<float*>(block + sizeof(Statement)) + vector * p_.shape.BT;
+  }
+
+  Result<void> forward() {
+    const int64_t BT = p_.shape.BT;
+    auto* block = region<std::byte>(p_.block);
+    const auto own = [&](int64_t i) { return VectorView{values(block, i), DType::f32, BT, 1}; };
+    ForwardOutputs local{own(0), own(1), own(2)};
+    local.target_mask = MaskView{ws_.data() + p_.target_mask, BT};
+    local.masked_target = VectorView{ws_.data() + p_.masked_target, p_.types.target, BT, 1};
+    const ForwardOperands operands{.input = input_,
+                                   .weight = in_.weight,
+                                   .target = in_.target,
+                                   .vocab_start_index = p_.rows().begin,
+                                   .rows = in_.rows};
+    const Result<void> ran = logitless::run(
+        *p_.forward, operands, local, ws_.subspan(static_cast<size_t>(p_.operators)), cancel_);
+    const Statement statement = statement_of(ran);
+    std::memcpy(block, &statement, sizeof statement);
+    // Bytes behind the vectors are sent too.
+    std::memset(values(block, 3), 0,
+                static_cast<size_t>(p_.block_bytes()) - sizeof(Statement) -
+                    static_cast<size_t>(3 * BT) * sizeof(float));
+    auto* blocks = region<std::byte>(p_.blocks);
+    if (auto ok = comm_.all_gather({block, static_cast<size_t>(p_.block_bytes())},
+                                   {blocks, static_cast<size_t>(p_.ranks * p_.block_bytes())});
+        !ok) {
+      return ok;
+    }
+    auto* statements = region<Statement>(p_.statements);
+    for (int64_t r = 0; r < p_.ranks; ++r) {
+      std::memcpy(statements + r, blocks + r * p_.block_bytes(), sizeof(Statement));
+    }
+    if (auto ok = first_error({statements, static_cast<size_t>(p_.ranks)}); !ok) return ok;
+    over_rows(BT, 4 * kRowsPerThread,
+              [&](int64_t begin, int64_t end) { merge(blocks, begin, end); });
+    return {};
+  }
+
+  // Tokens [begin, end) of every block, in rank order: the same operations on every rank.
+  void merge(std::byte* blocks, int64_t begin, int64_t end) const {
+    float* max = region<float>(p_.logits_max);
+    float* sum = region<float>(p_.sum_exp_logits);
+    float* low = region<float>(p_.sum_low);
+    float* predicted = region<float>(p_.predicted_logits);
+    std::fill(max + begin, max + end, -std::numeric_limits<float>::infinity());
+    for (float* zeros : {sum, low, predicted}) std::fill(zeros + begin, zeros + end, 0.0f);
+    for (int64_t r = 0; r < p_.ranks; ++r) {
+      std::byte* block = blocks + r * p_.block_bytes();
+      p_.kernels->merge_rows(max + begin, sum + begin, low + begin, values(block, 0) + begin,
+                             values(block, 1) + begin, end - begin);
+    }
+    for (int64_t b = begin; b < end; ++b) sum[b] += low[b];
+    for (int64_t r = 0; r < p_.ranks; ++r) {
+      const RowRange& owned = p_.cover[static_cast<size_t>(r)];
+      std::byte* block = blocks + r * p_.block_bytes();
+      for (int64_t b = begin; b < end; ++b) {
+        const int64_t target = integer_at(in_.target, b);
+        if (target < owned.begin || target >= owned.end || !counts(b)) continue;
+        const float local = values(block, 0)[b];
+        // A shard of -inf logits owns the target: with any finite logit elsewhere p is 0.
+        predicted[b] = values(block, 2)[b] + (local == max[b] ? 0.0f : local - max[b]);
+      }
+    }
+  }
+
+  void write_losses() const {
+    const float* max = region<float>(p_.logits_max);
+    const float* sum = region<float>(p_.sum_exp_logits);
+    const float* predicted = region<float>(p_.predicted_logits);
+    double total = 0;
+    for (int64_t b = 0; b < p_.shape.BT; ++b) {
+      const float loss = counts(b) ? loss_of_row(max[b], sum[b], predicted[b]) : 0.0f;
+      set_f32(out_.loss, b, loss);
+      if (counts(b)) total += weight(b) * static_cast<double>(loss);
+      if (out_.logits_max) set_f32(*out_.logits_max, b, max[b]);
+      if (out_.sum_exp_logits) set_f32(*out_.sum_exp_logits, b, sum[b]);
+      if (out_.predicted_logits) set_f32(*out_.predicted_logits, b, predicted[b]);
+    }
+    if (out_.total != nullptr) *out_.total = total;
+  }
+
+  // ---- backward ---------------------------------------------------------------------------------
+  //
+  // `active` lists the rows with a gradient. All-reduced, a chunk is a stretch of that list; each
+  // but the last has an even number of rows, so that sums over tokens have the bits of one piece.
+  // Reduce-scattered, every rank's slice of tokens is cut into as many parts as there are chunks,
+  // and a chunk is the n-th part of each: every rank receives something in every chunk.
+
+  Range part(int64_t chunk, int64_t destination) const {
+    const int64_t* starts = region<int64_t>(p_.slice_starts);
+    if (!p_.scatters()) {
+      const Range pairs = split(ceil_div(active_rows_, 2), chunks_, chunk);
+      return {std::min(active_rows_, 2 * pairs.begin), std::min(active_rows_, 2 * pairs.end)};
+    }
+    const Range cut = split(starts[destination + 1] - starts[destination], chunks_, chunk);
+    return {starts[destination] + cut.begin, starts[destination] + cut.end};
+  }
+  int64_t destinations() const { return p_.scatters() ? p_.ranks : 1; }
+
+  template <class Body>
+  void for_rows(int64_t chunk, const Body& body) const {
+    const int64_t* active = region<int64_t>(p_.active);
+    int64_t i = 0;
+    for (int64_t d = 0; d < destinations(); ++d) {
+      const Range rows = part(chunk, d);
+      for (int64_t a = rows.begin; a < rows.end; ++a) body(i++, active[a]);
+    }
+  }
+
+  void list_active_rows() {
+    int64_t* active = region<int64_t>(p_.active);
+    int64_t* starts = region<int64_t>(p_.slice_starts);
+    int64_t rank = 0;
+    for (int64_t b = 0; b < p_.shape.BT; ++b) {
+      while (rank < p_.ranks && b >= p_.slice_of(rank).begin) starts[rank++] = active_rows_;
+      if (counts(b) && static_cast<float>(weight(b)) != 0.0f) active[active_rows_++] = b;
+    }
+    while (rank <= p_.ranks) starts[rank++] = active_rows_;
+    chunks_ = std::clamp<int64_t>(active_rows_ / p_.chunk_tokens, 1, p_.most_chunks);
+  }
+
+  Result<void> backward() {
+    list_active_rows();
+    float* grad = region<float>(p_.grad);
+    std::fill(grad, grad + p_.shape.BT, 0.0f);
+    if (p_.types.grad_input && p_.most_chunks > 1) {
+      float* partial = region<float>(p_.grad_input);
+      over_rows(p_.shape.BT, kRowsPerThread, [&](int64_t begin, int64_t end) {
+        std::fill(partial + begin * p_.shape.H, partial + end * p_.shape.H, 0.0f);
+      });
+    }
+    if (p_.sums_grad_weight_apart() && p_.types.grad_weight->accumulate) load_grad_weight();
+
+    Result<void> mine;
+    Sum before, now;
+    for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+      if (mine) mine = compute(chunk);
+      if (!p_.types.grad_input) continue;
+      if (auto ok = start(chunk, now); !ok) return ok;
+      if (auto ok = finish(before); !ok) return ok;
+      before = std::move(now);
+    }
+    if (auto ok = finish(before); !ok) return ok;
+    if (mine && p_.sums_grad_weight_apart()) store_grad_weight();
+    if (mine && p_.types.grad_input && !p_.types.grad_input->accumulate) zero_inactive_rows();
+    if (!cancellable_) return mine;
+    // Ranks that were not cancelled learn of those that were.
+    return agree(comm_, mine, {}, 0, 0,
+                 {region<Statement>(p_.statements), static_cast<size_t>(p_.ranks)});
+  }
+
+  Result<void> compute(int64_t chunk) const {
+    float* grad = region<float>(p_.grad);
+    if (chunk > 0) for_rows(chunk - 1, [&](int64_t, int64_t b) { grad[b] = 0.0f; });
+    for_rows(chunk, [&](int64_t, int64_t b) { grad[b] = static_cast<float>(weight(b)); });
+    GradientOperands operands{
+        .grad = vector(p_.grad), .input = input_, .weight = in_.weight, .masked_target = {}};
+    operands.target_mask = ConstMaskView(ws_.data() + p_.target_mask, p_.shape.BT);
+    operands.masked_target =
+        ConstVectorView(ws_.data() + p_.masked_target, p_.types.target, p_.shape.BT);
+    operands.logits_max = vector(p_.logits_max);
+    operands.sum_exp_logits = vector(p_.sum_exp_logits);
+    GradientOutputs outputs;
+    if (p_.types.grad_input) {
+      outputs.grad_input = matrix_view(region<float>(p_.grad_input), p_.shape.BT, p_.shape.H);
+    }
+    if (p_.types.grad_weight) {
+      outputs.grad_weight = p_.sums_grad_weight_apart() ? matrix_view(region<float>(p_.grad_weight),
+                                                                      p_.rows().size(), p_.shape.H)
+                                                        : *out_.grad_weight;
+    }
+    const GradientPlan& plan = chunk == 0 ? *p_.first_gradient : *p_.next_gradient;
+    return logitless::run(plan, operands, outputs, ws_.subspan(static_cast<size_t>(p_.operators)),
+                          cancel_);
+  }
+
+  // A chunk's sum under way; empty where there is none. Rows lie in order of for_rows.
+  struct Sum {
+    std::unique_ptr<PendingSum> pending;
+    int64_t chunk = -1;
+    const float* rows = nullptr;  // once it is done: this rank's
+  };
+
+  Result<void> start(int64_t chunk, Sum& sum) const {
+    const int64_t H = p_.shape.H;
+    float* partial = region<float>(p_.grad_input);
+    // The rows of a chunk close up: where they are a stretch of all rows, within that stretch.
+    int64_t rows = 0;
+    float* send = nullptr;
+    if (p_.scatters() && chunks_ > 1) {
+      send = region<float>(p_.send[chunk % 2]);
+      for_rows(chunk, [&](int64_t i, int64_t b) {
+        std::memcpy(send + i * H, partial + b * H, static_cast<size_t>(H) * sizeof(float));
+        ++rows;
+      });
+    } else {
+      for_rows(chunk, [&](int64_t i, int64_t b) {
+        if (send == nullptr) send = partial + b * H;
+        if (send + i * H != partial + b * H) {
+          std::memcpy(send + i * H, partial + b * H, static_cast<size_t>(H) * sizeof(float));
+        }
+        ++rows;
+      });
+      if (send == nullptr) send = partial;
+    }
+    sum.chunk = chunk;
+    sum.rows = send;
+    const auto floats = static_cast<size_t>(rows * H);
+    if (!p_.scatters()) {
+      auto pending = comm_.start_all_reduce_sum({send, floats});
+      if (!pending) return pending.error();
+      sum.pending = std::move(pending).value();
+      return {};
+    }
+    int64_t* counts = region<int64_t>(p_.counts);
+    for (int64_t r = 0; r < p_.ranks; ++r) counts[r] = part(chunk, r).size() * H;
+    float* received = region<float>(p_.received[chunk % 2]);
+    sum.rows = received;
+    auto pending =
+        comm_.start_reduce_scatter_sum({send, floats}, {counts, static_cast<size_t>(p_.ranks)},
+                                       {received, static_cast<size_t>(counts[p_.rank])});
+    if (!pending) return pending.error();
+    sum.pending = std::move(pending).value();
+    return {};
+  }
+
+  // Waits, rounds once, writes.
+  Result<void> finish(Sum& sum) const {
+    if (sum.chunk < 0) return {};
+    if (auto ok = sum.pending->wait(); !ok) return ok;
+    const Range rows = part(sum.chunk, p_.scatters() ? p_.rank : 0);
+    const int64_t first_row = p_.scatters() ? p_.slice.begin : 0;
+    const int64_t* active = region<int64_t>(p_.active);
+    over_rows(rows.size(), 64, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        add_row(*out_.grad_input, active[rows.begin + i] - first_row, sum.rows + i * p_.shape.H,
+                p_.types.grad_input->accumulate);
+      }
+    });
+    sum.chunk = -1;
+    return {};
+  }
+
+  // out[row] (+)= values, rounded once.
+  void add_row(const MatrixView& out, int64_t row, const float* values, bool accumulate) const {
+    constexpr int64_t kBlock = 512;
+    alignas(64) float sums[kBlock];
+    for (int64_t h = 0; h < p_.shape.H; h += kBlock) {
+      const int64_t n = std::min(kBlock, p_.shape.H - h);
+      if (accumulate) {
+        load_row(*p_.kernels, out, row, h, n, sums);
+        for (int64_t i = 0; i < n; ++i) sums[i] += values[h + i];
+      }
+      store_row(*p_.kernels, out, row, h, n, accumulate ? sums : values + h);
+    }
+  }
+
+  void load_grad_weight() const {
+    float* sums = region<float>(p_.grad_weight);
+    over_rows(p_.rows().size(), 64, [&](int64_t begin, int64_t end) {
+      for (int64_t v = begin; v < end; ++v) {
+        load_row(*p_.kernels, *out_.grad_weight, v, 0, p_.shape.H, sums + v * p_.shape.H);
+      }
+    });
+  }
+  void store_grad_weight() const {
+    const float* sums = region<float>(p_.grad_weight);
+    over_rows(p_.rows().size(), 64, [&](int64_t begin, int64_t end) {
+      for (int64_t v = begin; v < end; ++v) {
+        store_row(*p_.kernels, *out_.grad_weight, v, 0, p_.shape.H, sums + v * p_.shape.H);
+      }
+    });
+  }
+
+  void zero_inactive_rows() const {
+    const RowRange rows = p_.scatters() ? p_.slice : RowRange{0, p_.shape.BT};
+    for (int64_t b = rows.begin; b < rows.end; ++b) {
+      if (counts(b) && static_cast<float>(weight(b)) != 0.0f) continue;
+      zero_row(*out_.grad_input, b - rows.begin);
+    }
+  }
+
+  static Statement statement_of(const Result<void>& result) {
+    Statement s{};
+    if (result) return s;
+    s.kind = static_cast<int32_t>(result.error().kind);
+    const std::string& text = result.error().message;
+    std::memcpy(s.message, text.data(),
+                std::min(text.size(), static_cast<size_t>(Statement::kMessageBytes - 1)));
+    return s;
+  }
+
+  const VocabParallelPlanData& p_;
+  Communicator& comm_;
+  const LossAndGradientOperands& in_;
+  const LossAndGradientOutputs& out_;
+  std::span<std::byte> ws_;
+  const CancelToken* cancel_;
+  bool cancellable_ = false;  // some rank was given a token
+  ConstMatrixView input_;     // [BT, H]
+  int64_t rows_ = 0;          // that count
+  int64_t active_rows_ = 0;
+  int64_t chunks_ = 1;
+  double normalizer_ = 1;
+};
+
+}  // namespace
+
+Result<void> run(const VocabParallelPlan& plan, Communicator& communicator,
+                 const LossAndGradientOperands& operands, const LossAndGradientOutputs& outputs,
+                 std::span<std::byte> workspace, const CancelToken* cancel) {
+  const DefaultFloatEnvironment environment;  // losses and weights are not all made in a team
+  return VocabParallel(plan.data(), communicator, operands, outputs, workspace, cancel).run();
+}
+
+}  // namespace LOGITLESS_ABI_NAMESPACE
+}  // namespace logitless
