@@ -263,7 +263,15 @@ Result<Case> load_case(const std::vector<std::string>& paths, const CaseOptions&
 
   Result<HostTensor> input_read = input->file->read_rows(*input->info, tokens);
   if (!input_read) return input_read.error();
-  Result<HostTensor> weight_read = weight->file->read(*weight->info);
+  RowRange rows{0, V};
+  if (options.weight_rows) {
+    const Result<RowRange> part = options.weight_rows(V);
+    if (!part) return part.error();
+    rows = *part;
+    c.file_rows = V;
+    c.vocab_start_index += rows.begin;
+  }
+  Result<HostTensor> weight_read = weight->file->read_rows(*weight->info, rows.begin, rows.end);
   if (!weight_read) return weight_read.error();
   Result<HostTensor> target_read = target->file->read_rows(*target->info, tokens);
   if (!target_read) return target_read.error();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "cli/host_tensor.h"
 #include "logitless/options.h"
+#include "logitless/parallel/shards.h"
 #include "logitless/result.h"
 
 namespace logitless::cli {
@@ -22,6 +24,7 @@ struct Case {
   HostTensor grad;                           // [BT] f32; 1 / (tokens that count) if not given
   std::optional<HostTensor> grad_logsumexp;  // [BT] f32
   int64_t vocab_start_index = 0;             // the shard is [start, start + V)
+  int64_t file_rows = 0;                     // of weight in the file, where a part of them was read
   std::optional<int64_t> ignore_index;       // tokens whose target equals it do not count
 
   Shape shape() const {
@@ -43,6 +46,9 @@ struct CaseOptions {
   std::optional<DType> dtype = {};     // input and weight are converted to it
   std::string weight_name = "weight";  // a model's own file may call it "lm_head.weight"
   std::optional<int64_t> ignore_index = {};
+  // Which of the file's rows of weight are read; absent: all. vocab_start_index is that of the
+  // first one read.
+  std::function<Result<RowRange>(int64_t rows)> weight_rows = {};
 };
 
 // A case is made of one or more safetensors files. Wanted are the tensors input, weight, target

@@ -11,12 +11,14 @@
 #include "cli/amx_note.h"
 #include "cli/baseline.h"
 #include "cli/bench.h"
+#include "cli/bench_ranks.h"
 #include "cli/build_info.h"
 #include "cli/commands.h"
 #include "cli/failure.h"
 #include "cli/models.h"
 #include "cli/plan_op.h"
 #include "cli/progress.h"
+#include "cli/ranks.h"
 #include "cli/synthetic.h"
 #include "cli/table.h"
 #include "cli/units.h"
@@ -40,6 +42,8 @@ struct BenchArguments {
   std::string baseline;
   bool cold = false;
   bool no_unfused = false;
+  std::string split;
+  int64_t chunk_tokens = 0;
   int repeats = 0;
   double seconds = 3;
 };
@@ -81,6 +85,24 @@ void zero_gradients(Case& c, double fraction) {
     c.grad.as<float>()[b] = 0;
     if (c.grad_logsumexp) c.grad_logsumexp->as<float>()[b] = 0;
   }
+}
+
+std::vector<Wanted> wanted_cases(const BenchArguments& arguments) {
+  std::vector<std::string> shapes = arguments.shapes;
+  // LM heads of real models: LLaMA 1B-like, SmolLM2 135M.
+  if (shapes.empty() && arguments.models.empty()) shapes = {"1024,32000,2048", "1024,49152,576"};
+  std::vector<Wanted> wanted;
+  for (const std::string& text : shapes) {
+    const Shape shape = take(parse_shape(text));
+    wanted.push_back({.model = "", .V = shape.V, .H = shape.H, .tokens = {shape.BT}});
+    if (!arguments.tokens.empty()) wanted.back().tokens = arguments.tokens;
+  }
+  for (const std::string& name : arguments.models) {
+    const Model model = take(find_model(name));
+    wanted.push_back({.model = model.name, .V = model.V, .H = model.H, .tokens = {kModelTokens}});
+    if (!arguments.tokens.empty()) wanted.back().tokens = arguments.tokens;
+  }
+  return wanted;
 }
 
 class BenchRun {
@@ -167,7 +189,7 @@ class BenchRun {
     const DType dtype = arguments_.case_arguments.dtype.empty()
                             ? DType::bf16
                             : take(parse_operand_dtype(arguments_.case_arguments.dtype));
-    const std::vector<Wanted> wanted = wanted_cases();
+    const std::vector<Wanted> wanted = wanted_cases(arguments_);
     for (const Wanted& w : wanted) check_plans(w.tokens, w.V, w.H, dtype);
     for (const Wanted& w : wanted) {
       SyntheticOptions synthetic;
@@ -185,24 +207,6 @@ class BenchRun {
         run_case(first.part(), w.model);
       }
     }
-  }
-
-  std::vector<Wanted> wanted_cases() const {
-    std::vector<std::string> shapes = arguments_.shapes;
-    // LM heads of real models: LLaMA 1B-like, SmolLM2 135M.
-    if (shapes.empty() && arguments_.models.empty()) shapes = {"1024,32000,2048", "1024,49152,576"};
-    std::vector<Wanted> wanted;
-    for (const std::string& text : shapes) {
-      const Shape shape = take(parse_shape(text));
-      wanted.push_back({.model = "", .V = shape.V, .H = shape.H, .tokens = {shape.BT}});
-      if (!arguments_.tokens.empty()) wanted.back().tokens = arguments_.tokens;
-    }
-    for (const std::string& name : arguments_.models) {
-      const Model model = take(find_model(name));
-      wanted.push_back({.model = model.name, .V = model.V, .H = model.H, .tokens = {kModelTokens}});
-      if (!arguments_.tokens.empty()) wanted.back().tokens = arguments_.tokens;
-    }
-    return wanted;
   }
 
   // A limit too small for the last line is said before the first is measured.
@@ -475,6 +479,104 @@ class BenchRun {
   std::vector<std::string> notes_;
 };
 
+ordered_json rank_line_json(const RankBenchLine& line) {
+  ordered_json cover = ordered_json::array();
+  for (const RowRange& rows : line.cover) cover.push_back({rows.begin, rows.end});
+  return {{"op", "vocab-parallel"},
+          {"shape", to_json(line.shape)},
+          {"dtype", logitless::name_of(line.dtype)},
+          {"isa", logitless::name_of(line.isa)},
+          {"ranks", line.ranks},
+          {"threads", line.threads},
+          {"split", std::move(cover)},
+          {"chunk_tokens", line.chunk_tokens},
+          {"repeats", line.repeats},
+          {"median_seconds", line.seconds},
+          {"computation_seconds", line.computation_seconds},
+          {"communication_seconds", line.communication_seconds},
+          {"hidden", line.hidden()},
+          {"gathered_bytes", line.gathered_bytes},
+          {"summed_bytes", line.summed_bytes},
+          {"workspace_bytes", line.workspace_bytes}};
+}
+
+void print_rank_lines(const std::vector<RankBenchLine>& lines) {
+  fmt::print(
+      "{} ranks of {} thread{}, {}: loss and both gradients, medians of the slowest rank\n\n",
+      lines[0].ranks, lines[0].threads, lines[0].threads == 1 ? "" : "s",
+      logitless::name_of(lines[0].isa));
+  Table table({{"shape", Align::left},
+               {"type", Align::left},
+               {"chunk", Align::right},
+               {"step", Align::right},
+               {"computing", Align::right},
+               {"communicating", Align::right},
+               {"hidden", Align::right},
+               {"gathered / token", Align::right},
+               {"summed / token", Align::right},
+               {"workspace", Align::right}});
+  for (const RankBenchLine& line : lines) {
+    const auto per_token = [&](int64_t bytes) {
+      return fmt::format("{:.1f} B",
+                         static_cast<double>(bytes) / static_cast<double>(line.shape.BT));
+    };
+    table.row({format_shape(line.shape), logitless::name_of(line.dtype),
+               format_count(line.chunk_tokens), format_seconds(line.seconds),
+               format_seconds(line.computation_seconds), format_seconds(line.communication_seconds),
+               fmt::format("{:.0f} %", 100 * line.hidden()), per_token(line.gathered_bytes),
+               per_token(line.summed_bytes), format_bytes(line.workspace_bytes)});
+  }
+  fmt::print("{}", table.str());
+}
+
+// Under mpirun: vocabulary parallel instead of the operators.
+int bench_on_ranks(const BenchArguments& arguments) {
+  const auto only_alone = [](bool asked, const char* option) {
+    if (asked) fail(fmt::format("{} is for one rank: not with mpirun or --split", option));
+  };
+  only_alone(!arguments.case_arguments.paths.empty(), "a CASE");
+  only_alone(!arguments.ops.empty(), "--op");
+  only_alone(!arguments.only.empty(), "--only");
+  only_alone(arguments.zero_grad_rows > 0, "--zero-grad-rows");
+  only_alone(arguments.cold, "--cold");
+  only_alone(!arguments.baseline.empty(), "--baseline");
+  only_alone(arguments.rounding != "none", "--logits-rounding operand");
+  const std::vector<RunSettings> settings = arguments.lists.settings();
+  only_alone(settings.size() > 1, "a list of threads or limits");
+  RankBenchSettings bench;
+  if (!arguments.split.empty()) bench.split = arguments.split;
+  bench.chunk_tokens = arguments.chunk_tokens;
+  if (!arguments.case_arguments.dtype.empty()) {
+    bench.dtype = take(parse_operand_dtype(arguments.case_arguments.dtype));
+  }
+  bench.run = settings[0];
+  bench.repeats = arguments.repeats;
+  bench.seconds = arguments.seconds;
+  std::vector<RankBenchLine> lines;
+  const std::vector<Wanted> wanted = wanted_cases(arguments);
+  const std::unique_ptr<Communicator> world = open_ranks();
+  for (const Wanted& w : wanted) {
+    for (const int64_t BT : w.tokens) {
+      lines.push_back(bench_ranks(*world, {.BT = BT, .V = w.V, .H = w.H}, bench));
+    }
+  }
+  if (world->rank() != 0) return kExitFine;
+  if (!arguments.lists.json) {
+    print_rank_lines(lines);
+    return kExitFine;
+  }
+  ordered_json list = ordered_json::array();
+  for (const RankBenchLine& line : lines) list.push_back(rank_line_json(line));
+  print_json({{"schema", "logitless-bench-ranks-1"},
+              {"date", now_utc()},
+              {"version", LOGITLESS_VERSION},
+              {"commit", build_commit()},
+              {"compiler", build_compiler()},
+              {"cpu", machine_info().cpu},
+              {"cases", std::move(list)}});
+  return kExitFine;
+}
+
 }  // namespace
 
 void add_bench(CLI::App& app, Command& command) {
@@ -519,6 +621,14 @@ void add_bench(CLI::App& app, Command& command) {
                   "What an earlier bench --json printed: compare with it; exit status 1 if a line "
                   "is slower")
       ->type_name("FILE");
+  sub->add_option("--split", arguments->split,
+                  "Under mpirun, vocabulary parallel is timed instead: which rows each rank has, "
+                  "balanced (default), padded, or row numbers such as 0,100,100,32000")
+      ->type_name("SPLIT");
+  sub->add_option("--chunk-tokens", arguments->chunk_tokens,
+                  "Under mpirun, tokens summed while the next ones are computed; 0 = automatic")
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("N");
   sub->add_option("--repeats", arguments->repeats, "Default: as many as fit --seconds, 5 to 101")
       ->check(CLI::Range(1, 10000, "REPEATS"))
       ->type_name("N");
@@ -530,9 +640,14 @@ void add_bench(CLI::App& app, Command& command) {
   sub->footer(
       example("  logitless bench --shape 1024,32000,2048 --op forward,gradient --dtype bf16\n"
               "  logitless bench --model smollm2-135m --json > before.json\n"
-              "  logitless bench --model smollm2-135m --baseline before.json"));
-  sub->callback(
-      [arguments, &command] { command = [arguments] { return BenchRun(*arguments).run(); }; });
+              "  logitless bench --model smollm2-135m --baseline before.json\n"
+              "  mpirun -n 4 logitless bench --model llama-3-8b --threads 1"));
+  sub->callback([arguments, &command] {
+    command = [arguments] {
+      if (started_as_rank() || !arguments->split.empty()) return bench_on_ranks(*arguments);
+      return BenchRun(*arguments).run();
+    };
+  });
 }
 
 }  // namespace logitless::cli

@@ -10,6 +10,7 @@
 #include "cli/failure.h"
 #include "cli/interrupt.h"
 #include "cli/progress.h"
+#include "cli/ranks.h"
 #include "cli/safetensors.h"
 #include "cli/table.h"
 #include "cli/units.h"
@@ -29,6 +30,8 @@ struct RunArguments {
   std::string rounding = "none";
   std::string grad_dtype;
   int64_t shards = 1;
+  std::string split;
+  int64_t chunk_tokens = 0;
   bool with_softmax = false;
 };
 
@@ -82,10 +85,35 @@ std::vector<StageCost> by_stage(const Costs& costs) {
   return stages;
 }
 
+// Under mpirun, where every rank comes here with the same arguments.
+int run_split(const RunArguments& arguments, LogitsRounding rounding, GradientMode mode) {
+  const auto only_alone = [](bool asked, const char* option) {
+    if (asked) fail(fmt::format("{} is for one rank: not with mpirun or --split", option));
+  };
+  only_alone(arguments.shards > 1, "--shards");
+  only_alone(rounding != LogitsRounding::none, "--logits-rounding operand");
+  only_alone(mode != GradientMode::memory_saving, "--mode high-performance");
+  only_alone(arguments.with_softmax, "--with-softmax");
+  RankRun run;
+  run.case_arguments = &arguments.case_arguments;
+  run.settings = arguments.common.settings();
+  run.json = arguments.common.json;
+  run.with_loss = arguments.op != Operator::forward;
+  run.gradient = arguments.op == Operator::gradient;
+  if (!arguments.grad_dtype.empty()) {
+    run.grad_dtype = take(parse_operand_dtype(arguments.grad_dtype));
+  }
+  run.chunk_tokens = arguments.chunk_tokens;
+  if (!arguments.split.empty()) run.split = arguments.split;
+  run.out = arguments.out;
+  return run_on_ranks(run);
+}
+
 int run_operators(const RunArguments& arguments) {
   RunSettings settings = arguments.common.settings();
   const LogitsRounding rounding = parse_rounding(arguments.rounding);
   const GradientMode mode = parse_mode(arguments.mode);
+  if (started_as_rank() || !arguments.split.empty()) return run_split(arguments, rounding, mode);
   const CancelToken& cancel = cancel_on_interrupt();
   settings.cancel = &cancel;
   Progress progress;
@@ -212,6 +240,17 @@ void add_operator(CLI::App& app, Command& command, Operator op, const std::strin
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20, "SHARDS"))
       ->capture_default_str()
       ->type_name("N");
+  sub->add_option("--split", arguments->split,
+                  "Under mpirun, which rows of the vocabulary each rank has: balanced (default), "
+                  "padded (as Megatron does), or row numbers such as 0,100,100,32000")
+      ->type_name("SPLIT");
+  if (op == Operator::gradient) {
+    sub->add_option("--chunk-tokens", arguments->chunk_tokens,
+                    "Under mpirun, so many tokens are summed over the ranks while the next ones "
+                    "are computed; even, 0 = automatic")
+        ->check(CLI::NonNegativeNumber)
+        ->type_name("N");
+  }
   sub->add_option("--logits-rounding", arguments->rounding,
                   "none: fp32 logits; operand: rounded to the operands' type first")
       ->capture_default_str()
@@ -245,7 +284,8 @@ void add_forward_loss_gradient(CLI::App& app, Command& command) {
   add_operator(app, command, Operator::gradient, "gradient",
                "The loss's outputs, grad_input and grad_weight",
                "  logitless gradient case.safetensors --mode memory-saving --shards 4 --out "
-               "gradient.safetensors");
+               "gradient.safetensors\n"
+               "  mpirun -n 4 logitless gradient case.safetensors --split padded");
 }
 
 }  // namespace logitless::cli

@@ -40,13 +40,21 @@ std::vector<RunSettings> ListOptions::settings() const {
   return list;
 }
 
-Case CaseArguments::load() const {
+Case CaseArguments::load() const { return take(try_load({})); }
+
+Result<Case> CaseArguments::try_load(
+    const std::function<Result<RowRange>(int64_t rows)>& weight_rows) const {
   CaseOptions options;
+  options.weight_rows = weight_rows;
   options.tokens = tokens;
   options.weight_name = weight_name;
   options.ignore_index = ignore_index;
-  if (!dtype.empty()) options.dtype = take(parse_operand_dtype(dtype));
-  return take(load_case(paths, options));
+  if (!dtype.empty()) {
+    const auto parsed = parse_operand_dtype(dtype);
+    if (!parsed) return parsed.error();
+    options.dtype = *parsed;
+  }
+  return load_case(paths, options);
 }
 
 void add_common_options(CLI::App& sub, CommonOptions& common) {

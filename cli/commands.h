@@ -46,7 +46,22 @@ struct CaseArguments {
   std::optional<int64_t> ignore_index;
 
   Case load() const;  // fails with the reader's sentence
+  Result<Case> try_load(const std::function<Result<RowRange>(int64_t rows)>& weight_rows) const;
 };
+
+// forward, loss and gradient on the ranks that mpirun started (or on one).
+struct RankRun {
+  const CaseArguments* case_arguments = nullptr;
+  RunSettings settings = {};
+  bool json = false;
+  bool with_loss = false;
+  bool gradient = false;
+  std::optional<DType> grad_dtype = {};
+  int64_t chunk_tokens = 0;
+  std::string split = "balanced";
+  std::string out = {};
+};
+int run_on_ranks(const RankRun& run);
 
 // What a parsed command line wants done; the result is the exit code.
 using Command = std::function<int()>;

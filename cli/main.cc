@@ -27,7 +27,9 @@ std::string unknown_command(const CLI::App& app, int argc, char** argv) {
   return argv[1];
 }
 
+// Of ranks that fail together, one says why: the others' message is empty.
 int complain(int code, const std::string& message) {
+  if (message.empty()) return code;
   fmt::print(stderr, "logitless: {}\n", message);
   return code;
 }

@@ -358,6 +358,11 @@ Result<HostTensor> SafetensorsFile::read(const TensorInfo& info) const {
 }
 
 Result<HostTensor> SafetensorsFile::read_rows(const TensorInfo& info, int64_t rows) const {
+  return read_rows(info, 0, rows);
+}
+
+Result<HostTensor> SafetensorsFile::read_rows(const TensorInfo& info, int64_t begin,
+                                              int64_t end) const {
   const std::optional<DType> dtype = dtype_from_safetensors(info.dtype);
   if (!dtype) {
     return bad(path_,
@@ -372,10 +377,13 @@ Result<HostTensor> SafetensorsFile::read_rows(const TensorInfo& info, int64_t ro
     return bad(path_, "became shorter while it was read");
   }
   std::vector<int64_t> shape = info.shape;
-  if (!shape.empty()) shape[0] = rows;
+  if (!shape.empty()) shape[0] = end - begin;
   HostTensor tensor(*dtype, std::move(shape));
+  const auto row_bytes =
+      begin == 0 ? 0 : (info.end - info.begin) / static_cast<uint64_t>(info.shape[0]);
   const Result<void> data_read =
-      file->read(data_offset_ + info.begin, tensor.data(), static_cast<uint64_t>(tensor.bytes()));
+      file->read(data_offset_ + info.begin + static_cast<uint64_t>(begin) * row_bytes,
+                 tensor.data(), static_cast<uint64_t>(tensor.bytes()));
   if (!data_read) return data_read.error();
   return tensor;
 }

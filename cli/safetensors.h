@@ -51,6 +51,8 @@ class SafetensorsFile {
   // dimension). An error when the dtype is none of ours (DType; BOOL is read as u8).
   Result<HostTensor> read(const TensorInfo& info) const;
   Result<HostTensor> read_rows(const TensorInfo& info, int64_t rows) const;
+  // Rows [begin, end) along the first dimension, in [0, dimension].
+  Result<HostTensor> read_rows(const TensorInfo& info, int64_t begin, int64_t end) const;
 
  private:
   std::string path_;

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "logitless/parallel/communicator.h"
+#include "logitless/parallel/shards.h"
+
+namespace logitless::cli {
+
+// True in a process that mpirun (or srun with PMI) has started as one of several.
+bool started_as_rank();
+
+// "balanced", "padded", or where each rank's rows begin and the last one's end: "0,100,100,32000".
+Result<std::vector<RowRange>> parse_split(const std::string& text, int64_t V, int ranks);
+
+// Threads of one of several ranks on this machine that share all its CPUs; 0 = the library's
+// default, where the rank is bound to some of them or OMP_NUM_THREADS is set.
+int threads_of_rank();
+
+// The ranks of this job; one where the process is none of several. liblogitless_mpi, and with it
+// MPI, is loaded here and nowhere else. Fails where it cannot be.
+std::unique_ptr<Communicator> open_ranks();
+
+// Runs `work`, which may fail on some ranks only; then every rank fails, with the same sentence,
+// and only rank 0 says it.
+void on_every_rank(Communicator& communicator, const std::function<void()>& work);
+
+}  // namespace logitless::cli

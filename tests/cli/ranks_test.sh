@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# ranks_test.sh PROGRAM MPIEXEC: the program under mpirun, judged by its own `compare`.
+set -euo pipefail
+program=$1
+mpirun=$2
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+case=$folder/case.safetensors
+export OMP_NUM_THREADS=1
+
+fail() {
+  echo "FAILED: $*" >&2
+  exit 1
+}
+
+# expect_refused SENTENCE COMMAND...: exit status not 0, and rank 0 alone says why.
+expect_refused() {
+  local sentence=$1
+  shift
+  if "$@" >"$folder/out" 2>"$folder/err"; then fail "not refused: $*"; fi
+  [[ $(grep -c "^logitless: $sentence" "$folder/err") == 1 ]] || {
+    cat "$folder/err"
+    fail "must say once: $sentence"
+  }
+}
+
+"$program" make "$case" --tokens 45 --vocab 507 --hidden 64 --seed 5 --dtype bf16
+one=$("$program" loss "$case" --json | sed -n 's/.*"mean_loss": //p')
+for split in balanced padded 0,1,1,507; do
+  "$mpirun" -n 3 "$program" gradient "$case" --split "$split" --chunk-tokens 10 \
+    --out "$folder/gradient.safetensors"
+  "$program" compare "$case" --outputs "$folder/gradient.safetensors" >"$folder/judged" || {
+    cat "$folder/judged"
+    fail "--split $split"
+  }
+  several=$("$mpirun" -n 3 "$program" loss "$case" --split "$split" --json |
+    sed -n 's/.*"mean_loss": //p')
+  python3 -c "exit(abs(${one%,} - ${several%,}) > 1e-5)" || fail "loss: one rank $one, three $several"
+done
+"$program" gradient "$case" --split balanced --out "$folder/alone.safetensors" | grep "^ranks  1," >/dev/null
+"$program" compare "$case" --outputs "$folder/alone.safetensors" >/dev/null
+"$mpirun" -n 2 "$program" forward "$case" --json | grep '"ranks": 2' >/dev/null
+
+"$mpirun" -n 3 "$program" bench --shape 64,507,64 --split padded --repeats 5 --json >"$folder/bench.json"
+python3 - "$folder/bench.json" <<'END'
+import json, sys
+line, = json.load(open(sys.argv[1]))["cases"]
+assert line["ranks"] == 3 and line["split"] == [[0, 256], [256, 507], [507, 507]], line
+assert line["repeats"] == 5 and 0 <= line["hidden"] <= 1, line
+for key in "median_seconds", "computation_seconds", "communication_seconds":
+    assert line[key] > 0, line
+# The agreement, a header, 12 bytes for each token; every row of grad_input once, in fp32.
+assert line["gathered_bytes"] == 512 + 512 + 12 * 64 and line["summed_bytes"] == 4 * 64 * 64, line
+END
+"$mpirun" -n 2 "$program" bench --shape 64,507,64 --repeats 5 | grep communicating >/dev/null
+expect_refused "--op is for one rank" "$program" bench --split balanced --op step
+
+expect_refused "--split is '0,10', has 2 numbers, 3 ranks need 4" \
+  "$mpirun" -n 3 "$program" gradient "$case" --split 0,10
+expect_refused "$folder/none: " "$mpirun" -n 3 "$program" gradient "$folder/none"
+"$program" make "$folder/part.safetensors" --tokens 9 --vocab 50 --hidden 8 --vocab-start 100 --masked 1
+expect_refused 'target\[0\] is [0-9]*, no rank has it: the case.s vocabulary is \[100, 150)' \
+  "$mpirun" -n 2 "$program" loss "$folder/part.safetensors"
+expect_refused "workspace_limit_bytes is 1000, the least" \
+  "$mpirun" -n 2 "$program" gradient "$case" --workspace-limit 1000
+expect_refused "--shards is for one rank: not with mpirun or --split" \
+  "$program" gradient "$case" --split balanced --shards 2
+# MPI is neither linked nor loaded, but by ranks.
+loads_mpi() { "$@" 2>&1 | grep 'libmpi\.so' >/dev/null; }
+traced=(env LD_DEBUG=files "$program" gradient "$case")
+if loads_mpi "${traced[@]}"; then fail "MPI is loaded without mpirun"; fi
+loads_mpi "$mpirun" -n 2 "${traced[@]}" || fail "this test would not see MPI loaded"
