@@ -20,6 +20,7 @@ std::string number(int64_t value) { return std::to_string(value); }
 Error invalid(std::string message) {
   return Error{ErrorKind::invalid_argument, std::move(message)};
 }
+Error wrong_type(std::string message) { return Error{ErrorKind::wrong_type, std::move(message)}; }
 
 // The argument's name as the message prints it; text is made only when there is an error, since a
 // running operator allocates nothing.
@@ -54,7 +55,7 @@ std::string list(std::initializer_list<DType> dtypes) {
 
 Result<void> check_dtype(const Name& name, DType came, std::initializer_list<DType> allowed) {
   if (is_one_of(came, allowed)) return {};
-  return invalid(name + ": dtype is " + name_of(came) + ", must be " + list(allowed));
+  return wrong_type(name + ": dtype is " + name_of(came) + ", must be " + list(allowed));
 }
 
 enum class Access { input, output };
@@ -154,8 +155,8 @@ Result<void> check_operand_types(DType operand, const std::optional<DType>& mult
     return ok;
   }
   if (multiply && *multiply != operand && !(operand == DType::f32 && *multiply == DType::bf16)) {
-    return invalid(std::string("multiply: ") + name_of(*multiply) + " came with operands of " +
-                   name_of(operand) + ", must be the operand type, or bf16 with f32 operands");
+    return wrong_type(std::string("multiply: ") + name_of(*multiply) + " came with operands of " +
+                      name_of(operand) + ", must be the operand type, or bf16 with f32 operands");
   }
   return check_dtype("target", target, {DType::i32, DType::i64});
 }
@@ -209,8 +210,8 @@ Result<void> check_options(const PlanOptions& options) {
 Result<void> check_types(const ForwardTypes& types) {
   if (auto ok = check_operand_types(types.operand, types.multiply, types.target); !ok) return ok;
   if (types.logits && *types.logits != types.operand && *types.logits != DType::f32) {
-    return invalid(std::string("logits: dtype is ") + name_of(*types.logits) +
-                   ", must be f32 or the operand type " + name_of(types.operand));
+    return wrong_type(std::string("logits: dtype is ") + name_of(*types.logits) +
+                      ", must be f32 or the operand type " + name_of(types.operand));
   }
   if (types.logits_rounding == LogitsRounding::infer) {
     return invalid("logits_rounding: infer is for the gradient, must be none or operand");
@@ -230,8 +231,8 @@ Result<void> check_gradient_types(const Types& types) {
   } outputs[] = {{"grad_input", types.grad_input}, {"grad_weight", types.grad_weight}};
   for (const auto& o : outputs) {
     if (o.output && o.output->dtype != DType::f32 && o.output->dtype != types.operand) {
-      return invalid(std::string(o.name) + ": dtype is " + name_of(o.output->dtype) +
-                     ", must be f32 or the operand type " + name_of(types.operand));
+      return wrong_type(std::string(o.name) + ": dtype is " + name_of(o.output->dtype) +
+                        ", must be f32 or the operand type " + name_of(types.operand));
     }
   }
   return {};

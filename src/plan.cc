@@ -689,9 +689,9 @@ Result<LossPlan> plan_loss(int64_t BT, int64_t V, const LossTypes& types,
   if (auto ok = check_shape({BT, V, 0}); !ok) return ok.error();
   if (types.softmax_logits && size_of(*types.softmax_logits) != 2 &&
       *types.softmax_logits != DType::f32) {
-    return Error{ErrorKind::invalid_argument, std::string("logits: dtype is ") +
-                                                  name_of(*types.softmax_logits) +
-                                                  ", must be f32, f16 or bf16"};
+    return Error{ErrorKind::wrong_type, std::string("logits: dtype is ") +
+                                            name_of(*types.softmax_logits) +
+                                            ", must be f32, f16 or bf16"};
   }
   auto target = choose_target(options, DType::f32, {}, -1);
   if (!target) return target.error();

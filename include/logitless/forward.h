@@ -78,7 +78,7 @@ class ForwardPlan {
   std::shared_ptr<const ForwardPlanData> data_;
 };
 
-// Errors: invalid_argument, limit_too_small, isa_unusable.
+// Errors: invalid_argument, wrong_type, limit_too_small, isa_unusable.
 LOGITLESS_API Result<ForwardPlan> plan_forward(const Shape& shape, const ForwardTypes& types,
                                                const PlanOptions& options = {});
 

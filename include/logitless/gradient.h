@@ -90,7 +90,7 @@ class GradientPlan {
   std::shared_ptr<const GradientPlanData> data_;
 };
 
-// Errors: invalid_argument, limit_too_small, isa_unusable.
+// Errors: invalid_argument, wrong_type, limit_too_small, isa_unusable.
 LOGITLESS_API Result<GradientPlan> plan_gradient(const Shape& shape, const GradientTypes& types,
                                                  const PlanOptions& options = {});
 

@@ -64,7 +64,8 @@ LOGITLESS_API Result<void> run(const MergePlan& plan, std::span<const ShardStati
 //                  NaN where logits_max is -inf (undefined), +inf where only the target's logit is
 //   logsumexp[b] = log(sum_exp_logits[b]) + logits_max[b]
 //   softmax[b,v] = exp(logits[b,v] - logits_max[b]) * (1 / sum_exp_logits[b])
-// Rows that do not count: loss, logsumexp and softmax are 0.
+// Rows that do not count: loss, logsumexp and softmax are 0. softmax may be the very elements of
+// fp32 logits (same address, same strides), which it then replaces.
 struct LossTypes {
   std::optional<DType> softmax_logits = {};  // present: softmax is computed from logits of this
                                              // type: f32, f16, bf16

@@ -92,7 +92,7 @@ class LossAndGradientPlan {
 };
 
 // The default limit is the larger of 256 MiB and 1.25 x the bytes of operands
-// and gradients. Errors: invalid_argument, limit_too_small, isa_unusable.
+// and gradients. Errors: invalid_argument, wrong_type, limit_too_small, isa_unusable.
 LOGITLESS_API Result<LossAndGradientPlan> plan_loss_and_gradient(
     const Shape& shape, const LossAndGradientTypes& types, const PlanOptions& options = {},
     Strategy strategy = Strategy::automatic);

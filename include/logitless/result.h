@@ -23,6 +23,7 @@ enum class ErrorKind : int32_t {
   cancelled = 5,        // the cancel token fired; the outputs' contents are unspecified
   isa_unusable = 6,     // the instruction set asked for is unknown or not offered by this CPU
   communication = 7,    // the transport between ranks failed
+  wrong_type = 8,       // an argument's element type is not one that is taken; found like 1
 };
 
 struct Error {

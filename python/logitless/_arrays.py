@@ -10,7 +10,7 @@ import numpy as np
 from . import _core
 from ._types import BF16, BYTES, F16, F32, I32, I64, NAMES, NUMBERS, U8
 
-_NUMPY_TYPES = {
+_NUMPY_TYPES: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): F32,
     np.dtype(np.float16): F16,
     np.dtype(np.int32): I32,
@@ -31,11 +31,15 @@ class Array(NamedTuple):
     owner: Any
 
 
-def view(name: str, array: Any, *, bf16: bool = False, output: bool = False) -> Array:
+def view(
+    name: str, array: Any, *, bf16: bool = False, output: bool = False, kinds: tuple[int, ...] = ()
+) -> Array:
     """The view of a NumPy array, or of anything with DLPack or the buffer protocol.
 
-    bf16: the array's 16-bit integers hold bfloat16.
+    bf16: the array's 16-bit integers hold bfloat16. kinds: the types that are taken, if not all.
     """
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be ignored; fill it, use counts")
     if isinstance(array, np.ndarray):
         if not array.dtype.isnative:
             raise TypeError(f"{name}: dtype is {array.dtype!r}, must be of this machine's byte order")
@@ -46,7 +50,9 @@ def view(name: str, array: Any, *, bf16: bool = False, output: bool = False) -> 
             elif array.dtype == np.bool_:
                 dtype = BOOL
             else:
-                raise TypeError(f"{name}: dtype is {array.dtype.name}, must be one of {_allowed(bf16)}")
+                raise TypeError(f"{name}: dtype is {array.dtype.name}, must be {_allowed(bf16, kinds)}")
+        if kinds and dtype not in kinds:
+            raise TypeError(f"{name}: dtype is {_name(dtype)}, must be {_allowed(bf16, kinds)}")
         if output and not array.flags.writeable:
             raise ValueError(f"{name}: the array is read-only, an output must be writeable")
         size = array.itemsize
@@ -78,8 +84,29 @@ def view(name: str, array: Any, *, bf16: bool = False, output: bool = False) -> 
     if dtype == _U16 and bf16:
         dtype = BF16
     if dtype in (-1, _U16):
-        raise TypeError(f"{name}: the array's dtype must be one of {_allowed(bf16)}")
+        raise TypeError(f"{name}: the array's dtype must be {_allowed(bf16, kinds)}")
+    if kinds and dtype not in kinds:
+        raise TypeError(f"{name}: dtype is {_name(dtype)}, must be {_allowed(bf16, kinds)}")
     return Array(borrowed.address, dtype, borrowed.shape, borrowed.strides, borrowed)
+
+
+def overlap(a: Array, b: Array) -> bool:
+    """Whether an element of both lies at the same place."""
+    if a.owner is b.owner:
+        return 0 not in a.shape
+    if isinstance(a.owner, np.ndarray) and isinstance(b.owner, np.ndarray):
+        try:
+            return bool(np.shares_memory(a.owner, b.owner, max_work=10_000))  # type: ignore[arg-type]
+        except RuntimeError:  # too many strides to tell
+            return True
+    return _span(a)[0] < _span(b)[1] and _span(b)[0] < _span(a)[1]
+
+
+def _span(a: Array) -> tuple[int, int]:
+    if 0 in a.shape:
+        return (a.address, a.address)
+    last = sum((n - 1) * s for n, s in zip(a.shape, a.strides))
+    return (a.address, a.address + (last + 1) * (1 if a.dtype == BOOL else BYTES[a.dtype]))
 
 
 def _dlpack_source(array: Any) -> Any:
@@ -87,8 +114,14 @@ def _dlpack_source(array: Any) -> Any:
     return array.detach() if getattr(array, "requires_grad", False) is True else array
 
 
-def _allowed(bf16: bool) -> str:
-    names = "float32, float16, bfloat16 (ml_dtypes), int32, int64, uint8, bool"
+def _name(dtype: int) -> str:
+    return "bool" if dtype == BOOL else NAMES[dtype]
+
+
+def _allowed(bf16: bool, kinds: tuple[int, ...]) -> str:
+    if kinds:
+        return " or ".join(map(_name, kinds))
+    names = "one of float32, float16, bfloat16 (ml_dtypes), int32, int64, uint8, bool"
     return names + (", uint16 (bits of bfloat16)" if bf16 else "")
 
 
@@ -105,7 +138,7 @@ def as_dtype(name: str, dtype: Any) -> int:
     return NUMBERS[text]
 
 
-def numpy_dtype(dtype: int, like: Any = None) -> np.dtype:
+def numpy_dtype(dtype: int, like: Any = None) -> np.dtype[Any]:
     """NumPy's type; for bf16 ml_dtypes' if it is installed, else uint16 that holds the bits."""
     if dtype == BF16:
         if isinstance(like, np.ndarray) and like.dtype == np.uint16:
@@ -114,10 +147,11 @@ def numpy_dtype(dtype: int, like: Any = None) -> np.dtype:
             import ml_dtypes
         except ImportError:
             return np.dtype(np.uint16)
-        return np.dtype(ml_dtypes.bfloat16)
+        bf16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bf16
     for numpy_type, number in _NUMPY_TYPES.items():
         if number == dtype:
-            return numpy_type
+            return np.dtype(numpy_type)
     raise ValueError(f"no NumPy type for {dtype}")
 
 

@@ -4,6 +4,7 @@ that torch.compile, FakeTensor and autocast treat them as its own."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Optional
 
 import torch
@@ -28,6 +29,8 @@ RECOMPUTE, ONE_PASS, STORE_SOFTMAX, AUTO = "recompute", "one_pass", "store_softm
 _WORTH_KEEPING = 4 << 20  # bytes
 
 MODES = (AUTO, ONE_PASS, RECOMPUTE, STORE_SOFTMAX)
+# One pass that nobody asked for by name: a second backward recomputes instead of raising.
+AUTO_ONE_PASS = "auto_one_pass"
 
 
 # ---- tensors as the core's views ----------------------------------------------------------------
@@ -61,7 +64,8 @@ def gradient_output(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     writing it, so they are kept for the next step."""
     if rows * cols * dtype.itemsize < _WORTH_KEEPING:
         return torch.empty((rows, cols), dtype=dtype)
-    return _core.kept_matrix(rows, cols, DTYPES[dtype])  # type: ignore[no-any-return]
+    kept: Tensor = _core.kept_matrix(rows, cols, DTYPES[dtype])
+    return kept
 
 
 def new_output(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -105,6 +109,8 @@ def settled_mode(
 ) -> str:  # fmt: skip
     """What "auto" means where the number of tokens is not known (while tracing): one pass if it
     fits for very many of them within what the limit is for very few."""
+    if mode == AUTO_ONE_PASS:
+        return ONE_PASS
     if mode != AUTO:
         return mode
     if limit == 0:
@@ -205,7 +211,10 @@ def _forward(
 
 def _divisor(reduction: str, normalizer: Optional[Tensor], count: int) -> float:
     if normalizer is not None:
-        return float(normalizer)
+        divisor = float(normalizer)
+        if divisor == 0 or math.isnan(divisor):
+            raise ValueError(f"normalizer is {divisor:g}, must not be 0 or NaN")
+        return divisor
     return float(max(count, 1)) if reduction == "mean" else 1.0
 
 
@@ -225,7 +234,7 @@ def _forward_fake(
 ) -> tuple[Tensor, ...]:
     BT, H = input.shape
     V = weight.shape[0]
-    if mode == AUTO:
+    if mode in (AUTO, AUTO_ONE_PASS):
         mode = settled_mode(
             mode, int(V), int(H), input.dtype, bf16, grad_input, grad_weight, workspace_limit
         )
@@ -390,6 +399,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     (input, weight, target, token_weights, normalizer, reduction, ignore_index, mode, bf16,
      grad_input, grad_weight, limit) = inputs  # fmt: skip
     total, loss, logsumexp, logits_max, sum_exp_logits, held_input, held_weight, softmax = output
+    ctx.by_name = mode == ONE_PASS
     mode = settled_mode(
         mode, int(weight.shape[0]), int(weight.shape[1]), input.dtype, bf16, grad_input,
         grad_weight, limit,
@@ -415,7 +425,7 @@ def scale_held(held: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     if type(held) is not Tensor or type(grad) is not Tensor or torch.compiler.is_compiling():
         return (held * grad).to(dtype)
     if held.dtype is not dtype:
-        return gradient_output(*held.shape, dtype).copy_(held.mul_(grad))
+        return gradient_output(held.shape[0], held.shape[1], dtype).copy_(held.mul_(grad))
     return held if grad.item() == 1.0 else held.mul_(grad)
 
 
@@ -426,7 +436,7 @@ def _autograd(ctx: Any, grad_total: Any, grad_loss: Any, grad_logsumexp: Any, *_
     upstream = (grad_total, grad_loss, grad_logsumexp)
     if all(g is None for g in upstream):
         return (None, None, *nothing)
-    if ctx.spent:
+    if ctx.spent and ctx.by_name:
         raise RuntimeError(
             "linear_cross_entropy: Trying to backward through the graph a second time, but "
             'mode="one_pass" made the gradients in the forward and has handed them over. Specify '
@@ -435,7 +445,8 @@ def _autograd(ctx: Any, grad_total: Any, grad_loss: Any, grad_logsumexp: Any, *_
     (input, weight, target, token_weights, normalizer, logits_max, sum_exp_logits,
      *kept) = ctx.saved_tensors  # fmt: skip
     gradients: tuple[Any, Any] = (None, None)
-    if mode == ONE_PASS and grad_total is not None:
+    held = mode == ONE_PASS and not ctx.spent
+    if held and grad_total is not None:
         held_input, held_weight = kept
         with torch.no_grad():
             gradients = (
@@ -443,10 +454,10 @@ def _autograd(ctx: Any, grad_total: Any, grad_loss: Any, grad_logsumexp: Any, *_
                 scale_held(held_weight, grad_total, input.dtype) if want_weight else None,
             )
         ctx.spent = type(held_input) is Tensor and not torch.compiler.is_compiling()
-    if mode != ONE_PASS or grad_logsumexp is not None:
+    if not held or grad_logsumexp is not None:
         with torch.no_grad():
             more = torch.ops.logitless.linear_cross_entropy_backward.default(
-                None if mode == ONE_PASS else grad_total, grad_loss, grad_logsumexp, input, weight,
+                None if held else grad_total, grad_loss, grad_logsumexp, input, weight,
                 target, token_weights, normalizer, reduction, ignore_index, bf16, logits_max,
                 sum_exp_logits, kept[0] if mode == STORE_SOFTMAX else None, want_input,
                 want_weight, limit,
@@ -482,7 +493,7 @@ class Transformed(torch.autograd.Function):
     backward = staticmethod(_autograd)
 
 
-def apply(grad: bool, *arguments: Any) -> tuple[Tensor, ...]:
+def apply(grad: bool, *arguments: Any) -> Any:
     """The operator; grad: gradients are wanted."""
     if not grad or torch.compiler.is_compiling():
         return torch.ops.logitless.linear_cross_entropy.default(*arguments)

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _core
-from ._torch_ops import AUTO, BF16, gradient_output, options, run_backward, vector
+from ._torch_ops import AUTO, gradient_output, options, run_backward, vector
 from ._torch_ops import matrix as _matrix
+from ._types import BF16
 from .torch import _operands, linear_cross_entropy
 
 __all__ = ["patch", "unpatch"]
@@ -104,7 +105,7 @@ def _model_of(model: Any) -> Any:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, must be a model or a trainer")
     if hasattr(model, "get_base_model"):
-        model = model.get_base_model()  # PEFT
+        model = model.get_base_model()  # type: ignore[operator]  # PEFT
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
         raise TypeError(
             f"model is a {type(model).__name__}, must be a transformers model with a language-model head"
@@ -335,9 +336,10 @@ class _PerToken(torch.autograd.Function):
         if grad_loss is None:
             return None, None, None, None
         with torch.no_grad():
+            BT, H = input.shape
             want_input, want_weight = ctx.needs_input_grad[:2]
-            grad_input = gradient_output(*input.shape, input.dtype) if want_input else None
-            grad_weight = gradient_output(*weight.shape, input.dtype) if want_weight else None
+            grad_input = gradient_output(BT, H, input.dtype) if want_input else None
+            grad_weight = gradient_output(weight.shape[0], H, input.dtype) if want_weight else None
             run_backward(
                 None, grad_loss.contiguous(), None, input, weight, target, None, None, "none", -100,
                 ctx.bf16, logits_max, sum_exp_logits, None, 0, grad_input, grad_weight,

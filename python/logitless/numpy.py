@@ -18,9 +18,21 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from . import _core
-from ._arrays import BOOL, Array, as_dtype, mask, matrix, numpy_dtype, vector, view
+from ._arrays import BOOL, Array, as_dtype, mask, matrix, numpy_dtype, overlap, vector, view
 from ._threads import wanted_threads
-from ._types import BF16, F16, F32, I32, I64, LOGITS_ROUNDING, NAMES, STRATEGY, U8, choice
+from ._types import (
+    BF16,
+    F16,
+    F32,
+    I32,
+    I64,
+    LOGITS_ROUNDING,
+    NAMES,
+    STRATEGY,
+    U8,
+    choice,
+    integer,
+)  # fmt: skip
 
 __all__ = [
     "Gradient",
@@ -95,12 +107,12 @@ def forward(
     return_logits: True (operands' type) or a dtype.
     out: arrays to write to, by the names of Statistics.
     """
-    i, w, t = _operand("input", input), _operand("weight", weight), view("target", target)
+    i, w, t = _operand("input", input), _operand("weight", weight), _targets("target", target)
     im, wm, tv = matrix("input", i), matrix("weight", w), vector("target", t)
     _same_type(i, w)
     BT, V = i.shape[0], w.shape[0]
     made = _Outputs(out, ("logits_max", "sum_exp_logits", "predicted_logits", "target_mask",
-                          "masked_target", "logits"))  # fmt: skip
+                          "masked_target", "logits"), input=i, weight=w, target=t)  # fmt: skip
     stats = [made.array(n, (BT,), F32) for n in ("logits_max", "sum_exp_logits", "predicted_logits")]
     target_mask = made.array("target_mask", ((BT + 7) // 8,), U8, kinds=(U8, BOOL))
     masked_target = made.array("masked_target", (BT,), t.dtype if t.dtype in (I32, I64) else I64)
@@ -108,38 +120,44 @@ def forward(
     if return_logits is not False and return_logits is not None or "logits" in made.given:
         dtype = i.dtype if return_logits in (True, False, None) else as_dtype("return_logits", return_logits)
         logits = made.array("logits", (BT, V), dtype, kinds=(i.dtype, F32), like=input)
+    top, sums, hit = _vectors(Statistics._fields, stats)
     _core.forward(
-        im, wm, tv, vocab_start_index, vocab_end_index, ignore_index, _counts(counts),
+        im, wm, tv, integer("vocab_start_index", vocab_start_index),
+        _optional_integer("vocab_end_index", vocab_end_index),
+        _optional_integer("ignore_index", ignore_index), _counts(counts),
         _multiply(multiply), choice("logits_rounding", logits_rounding, LOGITS_ROUNDING),
-        *(vector(n, a) for n, a in zip(Statistics._fields, stats)),
+        top, sums, hit,
         mask("target_mask", target_mask, BT), vector("masked_target", masked_target),
         None if logits is None else matrix("logits", logits), _options(threads, isa, workspace_limit),
     )  # fmt: skip
-    return Statistics(*(a.owner for a in stats), target_mask.owner, masked_target.owner,
+    return Statistics(stats[0].owner, stats[1].owner, stats[2].owner, target_mask.owner, masked_target.owner,
                       None if logits is None else logits.owner)  # fmt: skip
 
 
 def merge(shards: Sequence[Statistics], *, out: Mapping[str, Any] | None = None) -> Statistics:
     """Statistics of the whole vocabulary from those of its shards, in the order given."""
+    if isinstance(shards, Statistics) or not isinstance(shards, Sequence):
+        raise TypeError(f"shards is a {type(shards).__name__}, must be a sequence of Statistics")
     if len(shards) == 0:
         raise ValueError("shards: none came, must be at least one")
-    views = []
+    views: list[Any] = []
     BT = 0
     for r, shard in enumerate(shards):
-        arrays = [view(f"shards[{r}].{n}", a) for n, a in zip(Statistics._fields[:3], shard)]
+        arrays = _statistics(f"shards[{r}]", shard)
         if r == 0:
             BT = arrays[0].shape[0] if arrays[0].shape else 0
         target_mask = view(f"shards[{r}].target_mask", shard.target_mask)
         views.append((
-            *(vector(f"shards[{r}].{n}", a) for n, a in zip(Statistics._fields[:3], arrays)),
+            *_vectors([f"shards[{r}].{n}" for n in Statistics._fields], arrays),
             mask(f"shards[{r}].target_mask", target_mask, BT),
         ))  # fmt: skip
     made = _Outputs(out, Statistics._fields[:4])
     stats = [made.array(n, (BT,), F32) for n in Statistics._fields[:3]]
     target_mask = made.array("target_mask", ((BT + 7) // 8,), U8, kinds=(U8, BOOL))
-    _core.merge(views, *(vector(n, a) for n, a in zip(Statistics._fields, stats)),
+    top, sums, hit = _vectors(Statistics._fields, stats)
+    _core.merge(views, top, sums, hit,
                 mask("target_mask", target_mask, BT))  # fmt: skip
-    return Statistics(*(a.owner for a in stats), target_mask.owner)
+    return Statistics(stats[0].owner, stats[1].owner, stats[2].owner, target_mask.owner)
 
 
 def loss(
@@ -155,8 +173,8 @@ def loss(
 
     counts [BT] u8 or bool, 0: the token does not count, its loss and logsumexp are 0.
     """
-    arrays = [view(n, a) for n, a in zip(Statistics._fields[:3], statistics)]
-    vectors = [vector(n, a) for n, a in zip(Statistics._fields, arrays)]
+    arrays = _statistics("", statistics)
+    top, sums, hit = _vectors(Statistics._fields, arrays)
     BT = arrays[0].shape[0]
     made = _Outputs(out, Loss._fields)
     values = made.array("loss", (BT,), F32)
@@ -167,7 +185,7 @@ def loss(
         logits_view = view("logits", logits, bf16=True)
         softmax = made.array("softmax", logits_view.shape, F32)
     _core.loss(
-        *vectors, None if logits_view is None else matrix("logits", logits_view), _counts(counts),
+        top, sums, hit, None if logits_view is None else matrix("logits", logits_view), _counts(counts),
         vector("loss", values), vector("logsumexp", logsumexp),
         None if softmax is None else matrix("softmax", softmax), _options(threads, isa, 0),
     )  # fmt: skip
@@ -204,10 +222,11 @@ def gradient(
     accumulate: add to what the arrays in `out` hold; a pair says it for each.
     """
     i, w = _operand("input", input), _operand("weight", weight)
+    g, t = view("grad", grad, kinds=(F32,)), _targets("masked_target", masked_target)
     im, wm = matrix("input", i), matrix("weight", w)
     _same_type(i, w)
     BT = i.shape[0]
-    made = _Outputs(out, Gradient._fields)
+    made = _Outputs(out, Gradient._fields, input=i, weight=w, grad=g, masked_target=t)
     gi = _gradient_output(made, "grad_input", grad_input, i.shape, i.dtype, input)
     gw = _gradient_output(made, "grad_weight", grad_weight, w.shape, i.dtype, weight)
     add = _accumulate(accumulate, made)
@@ -216,15 +235,15 @@ def gradient(
     def optional_vector(name: str, array: Any) -> Any:
         if array is None:
             return None
-        keep.append(view(name, array))
+        keep.append(view(name, array, kinds=(F32,)))
         return vector(name, keep[-1])
 
     mask_view = None if target_mask is None else view("target_mask", target_mask)
-    softmax_view = None if softmax is None else view("softmax", softmax)
+    softmax_view = None if softmax is None else view("softmax", softmax, kinds=(F32,))
     _core.gradient(
-        optional_vector("grad", grad), optional_vector("grad_logsumexp", grad_logsumexp), im, wm,
+        vector("grad", g), optional_vector("grad_logsumexp", grad_logsumexp), im, wm,
         None if mask_view is None else mask("target_mask", mask_view, BT),
-        optional_vector("masked_target", masked_target), optional_vector("logits_max", logits_max),
+        vector("masked_target", t), optional_vector("logits_max", logits_max),
         optional_vector("sum_exp_logits", sum_exp_logits),
         None if softmax_view is None else matrix("softmax", softmax_view), _counts(counts),
         _multiply(multiply), choice("logits_rounding", logits_rounding, LOGITS_ROUNDING),
@@ -260,29 +279,31 @@ def loss_and_gradient(
     number of tokens that count (the mean), with them it is 1.
     strategy: "automatic", "one_pass" or "recompute". The rest as for `forward` and `gradient`.
     """
-    i, w, t = _operand("input", input), _operand("weight", weight), view("target", target)
+    i, w, t = _operand("input", input), _operand("weight", weight), _targets("target", target)
     im, wm, tv = matrix("input", i), matrix("weight", w), vector("target", t)
     _same_type(i, w)
     BT = i.shape[0]
     names = ("loss", "logits_max", "sum_exp_logits", "predicted_logits")
-    made = _Outputs(out, (*names, "grad_input", "grad_weight"))
+    weights = None if token_weights is None else view("token_weights", token_weights, kinds=(F32,))
+    made = _Outputs(out, (*names, "grad_input", "grad_weight"), input=i, weight=w, target=t,
+                    token_weights=weights)  # fmt: skip
     rows = [made.array(n, (BT,), F32) for n in names]
     gi = _gradient_output(made, "grad_input", grad_input, i.shape, i.dtype, input)
     gw = _gradient_output(made, "grad_weight", grad_weight, w.shape, i.dtype, weight)
     add = _accumulate(accumulate, made)
-    weights = None if token_weights is None else view("token_weights", token_weights)
+    losses, top, sums, hit = _vectors(names, rows)
     total = _core.loss_and_gradient(
-        im, wm, tv, ignore_index, _counts(counts),
-        None if weights is None else vector("token_weights", weights), normalizer,
+        im, wm, tv, _optional_integer("ignore_index", ignore_index), _counts(counts),
+        None if weights is None else vector("token_weights", weights), _number("normalizer", normalizer),
         _multiply(multiply), choice("strategy", strategy, STRATEGY),
-        *(vector(n, a) for n, a in zip(names, rows)),
+        losses, top, sums, hit,
         None if gi is None else matrix("grad_input", gi), add[0],
         None if gw is None else matrix("grad_weight", gw), add[1],
         _options(threads, isa, workspace_limit),
     )  # fmt: skip
     return LossAndGradient(
         total, rows[0].owner, None if gi is None else gi.owner, None if gw is None else gw.owner,
-        *(a.owner for a in rows[1:]),
+        rows[1].owner, rows[2].owner, rows[3].owner,
     )  # fmt: skip
 
 
@@ -374,7 +395,7 @@ def _bytes_of(array: Array) -> bytes:
     if 0 in array.shape:
         return b""
     memory = (ctypes.c_uint8 * (span * size)).from_address(array.address)
-    flat = np.frombuffer(memory, numpy_dtype(array.dtype))
+    flat: Any = np.frombuffer(memoryview(memory).cast("B"), numpy_dtype(array.dtype))
     strided = np.lib.stride_tricks.as_strided(flat, array.shape, [s * size for s in array.strides])
     return strided.tobytes()
 
@@ -382,8 +403,13 @@ def _bytes_of(array: Array) -> bytes:
 class _Outputs:
     """Arrays given by the caller, else fresh ones."""
 
-    def __init__(self, out: Mapping[str, Any] | None, names: Sequence[str]) -> None:
+    def __init__(
+        self, out: Mapping[str, Any] | None, names: Sequence[str], **inputs: Array | None
+    ) -> None:
+        if out is not None and not isinstance(out, Mapping):
+            raise TypeError(f"out is a {type(out).__name__}, must be a dict of arrays by name")
         self.given: dict[str, Any] = dict(out or {})
+        self.inputs = {n: a for n, a in inputs.items() if a is not None} if out else {}
         for name in self.given:
             if name not in names:
                 raise ValueError(f"out: {name!r} came, must be one of {', '.join(names)}")
@@ -399,12 +425,10 @@ class _Outputs:
         array = self.given.get(name)
         if array is None:
             return view(name, np.empty(shape, numpy_dtype(dtype, like)), bf16=True)
-        found = view(f"out[{name!r}]", array, bf16=True, output=True)
-        kinds = kinds or (dtype,)
-        if found.dtype not in kinds:
-            allowed = " or ".join("bool" if k == BOOL else NAMES[k] for k in kinds)
-            came = "bool" if found.dtype == BOOL else NAMES[found.dtype]
-            raise TypeError(f"out[{name!r}]: dtype is {came}, must be {allowed}")
+        found = view(f"out[{name!r}]", array, bf16=True, output=True, kinds=kinds or (dtype,))
+        for other, read in self.inputs.items():
+            if overlap(found, read):
+                raise ValueError(f"out[{name!r}]: lies in the memory of {other}, which is read meanwhile")
         return found._replace(owner=array)
 
 
@@ -421,6 +445,8 @@ def _gradient_output(
 
 def _accumulate(accumulate: bool | tuple[bool, bool], made: _Outputs) -> tuple[bool, bool]:
     pair = accumulate if isinstance(accumulate, tuple) else (accumulate, accumulate)
+    if len(pair) != 2:
+        raise ValueError(f"accumulate has {len(pair)} elements, must be a bool or a pair of them")
     for name, add in zip(Gradient._fields, pair):
         if add and isinstance(accumulate, tuple) and name not in made.given:
             raise ValueError(f"accumulate: {name} is to be added to, must come in out")
@@ -443,8 +469,35 @@ def _same_type(input: Array, weight: Array) -> None:
                         f"{NAMES[input.dtype]}")  # fmt: skip
 
 
+def _vectors(names: Sequence[str], arrays: Sequence[Array]) -> Any:
+    return [vector(n, a) for n, a in zip(names, arrays)]
+
+
+def _targets(name: str, array: Any) -> Array:
+    return view(name, array, kinds=(I32, I64))
+
+
+def _statistics(of: str, statistics: Any) -> list[Array]:
+    if not isinstance(statistics, tuple) or len(statistics) < 3:
+        raise TypeError(f"{of or 'statistics'} is a {type(statistics).__name__}, must be Statistics")
+    dot = f"{of}." if of else ""
+    return [view(dot + n, a, kinds=(F32,)) for n, a in zip(Statistics._fields[:3], statistics)]
+
+
 def _counts(counts: Any) -> tuple[int, int, int, int] | None:
-    return None if counts is None else vector("counts", view("counts", counts))
+    return None if counts is None else vector("counts", view("counts", counts, kinds=(U8, BOOL)))
+
+
+def _optional_integer(name: str, value: Any) -> int | None:
+    return None if value is None else integer(name, value)
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} is a {type(value).__name__}, must be a number")
+    return float(value)
 
 
 def _multiply(multiply: Any) -> int | None:
@@ -452,4 +505,9 @@ def _multiply(multiply: Any) -> int | None:
 
 
 def _options(threads: int, isa: str, workspace_limit: int) -> tuple[int, str, int]:
-    return (threads or wanted_threads(), isa or "", workspace_limit or 0)
+    if not isinstance(isa, str):
+        raise TypeError(f"isa is a {type(isa).__name__}, must be a str")
+    return (
+        integer("threads", threads, 0, 4096) or wanted_threads(), isa,
+        integer("workspace_limit", workspace_limit, 0),
+    )  # fmt: skip

@@ -22,10 +22,10 @@ def float64(array: Any, multiply: str | None = None) -> np.ndarray:
     if hasattr(array, "detach"):  # torch
         array = array.detach()
         return np.asarray(array.bfloat16().double() if multiply else array.double())
-    array = np.asarray(array)
-    if array.dtype == np.uint16:
-        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return _round_to(array.astype(np.float64), multiply)
+    values = np.asarray(array)
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return _round_to(values.astype(np.float64), multiply)
 
 
 def _round_to(values: np.ndarray, dtype: str | None) -> np.ndarray:
@@ -50,10 +50,10 @@ def _pack(target_mask: np.ndarray, start: int, end: int) -> np.ndarray:
 
 def unpack(target_mask: Any, tokens: int) -> np.ndarray:
     """One bool per token from a packed mask, or a bool mask as it is."""
-    target_mask = np.asarray(target_mask)
-    if target_mask.dtype == np.bool_:
-        return target_mask
-    return np.unpackbits(target_mask, bitorder="little")[:tokens].astype(bool)
+    mask = np.asarray(target_mask)
+    if mask.dtype == np.bool_:
+        return mask
+    return np.unpackbits(mask, bitorder="little")[:tokens].astype(bool)
 
 
 def _rows(target: np.ndarray, ignore_index: int | None, counts: Any) -> np.ndarray:

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from ._torch_ops import (
     AUTO,
+    AUTO_ONE_PASS,
     MODES,
     ONE_PASS,
     RECOMPUTE,
@@ -22,6 +23,7 @@ from ._torch_ops import (
     refuse_double_backward,
     run_backward,
 )
+from ._types import integer
 
 __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
 
@@ -98,8 +100,8 @@ def linear_cross_entropy(
             "each token's loss is multiplied by is not known in the forward (token_weights with "
             'reduction "sum" say it there)'
         )
-    limit = 0 if workspace_limit is None else workspace_limit
-    ignored = -100 if ignore_index is None else ignore_index
+    limit = 0 if workspace_limit is None else integer("workspace_limit", workspace_limit, 0)
+    ignored = -100 if ignore_index is None else integer("ignore_index", ignore_index)
     _check_tensors(input, linear_weight, target)
     input, linear_weight, bf16 = _operands(input, linear_weight)
 
@@ -110,7 +112,7 @@ def linear_cross_entropy(
     if token_weights is not None:
         token_weights = _token_weights(token_weights, target).reshape(BT)
     if normalizer is not None:
-        normalizer = _normalizer(normalizer, input)
+        normalizer = _normalizer(normalizer)
 
     recording = torch.is_grad_enabled()
     grad_input = recording and flat_input.requires_grad
@@ -161,7 +163,7 @@ def _fitting_mode(
     if not isinstance(BT, int) or not isinstance(V, int):  # symbolic: the operator settles it
         return AUTO
     fits = fits_one_pass(BT, V, H, input.dtype, bf16, grad_input, grad_weight, limit)
-    return ONE_PASS if fits else RECOMPUTE
+    return AUTO_ONE_PASS if fits else RECOMPUTE
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -176,11 +178,19 @@ def _check_tensors(input: Tensor, linear_weight: Tensor, target: Tensor) -> None
                 f"{name} is on {tensor.device}, must be on the CPU, which is all that logitless "
                 "runs on for now: move it there (tensor.cpu())"
             )
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise TypeError(f"{name} is a {kind} tensor, must be a plain dense one")
         if type(tensor) is not Tensor and type(tensor).__name__ == "DTensor":
             raise TypeError(
                 f"{name} is a DTensor, must be a plain tensor: call this inside the module that "
                 "FSDP gathers (make the loss part of it), or pass tensor.full_tensor()"
             )
+    if not input.device.type == linear_weight.device.type == target.device.type:
+        raise ValueError(
+            f"input is on {input.device}, linear_weight on {linear_weight.device} and target on "
+            f"{target.device}, must all be on the CPU (meta tensors have no values)"
+        )
     if input.dim() == 0:
         raise ValueError("input: shape is [], must be [..., H]")
     if linear_weight.dim() != 2:
@@ -240,13 +250,20 @@ def _token_weights(token_weights: Tensor, target: Tensor) -> Tensor:
     return token_weights.to(torch.float32)
 
 
-def _normalizer(normalizer: Union[float, Tensor], input: Tensor) -> Tensor:
+def _normalizer(normalizer: Union[float, Tensor]) -> Tensor:
     if isinstance(normalizer, Tensor):
         if normalizer.numel() != 1:
             raise ValueError(
                 f"normalizer: shape is {list(normalizer.shape)}, must be one number"
             )
-        return normalizer.detach().reshape(())
+        if normalizer.is_complex() or normalizer.dtype is torch.bool:
+            raise TypeError(f"normalizer: dtype is {_name(normalizer.dtype)}, must be a real number's")
+        if normalizer.requires_grad:
+            raise NotImplementedError(
+                "normalizer requires a gradient, which is not supported: detach it, or divide the "
+                'loss of reduction="sum" by it'
+            )
+        return normalizer.reshape(())
     if isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
         raise TypeError(f"normalizer is a {type(normalizer).__name__}, must be a number or a tensor")
     return torch.tensor(float(normalizer), dtype=torch.float64)
@@ -329,7 +346,7 @@ class _MainGrad(torch.autograd.Function):
         if any(g is not None for g in upstream):
             with torch.no_grad():
                 if ctx.needs_input_grad[0]:
-                    grad_input = gradient_output(*input.shape, input.dtype)
+                    grad_input = gradient_output(input.shape[0], input.shape[1], input.dtype)
                 run_backward(
                     *upstream, input, linear_weight, target, token_weights, normalizer, reduction,
                     ignore_index, bf16, logits_max, sum_exp_logits,

@@ -77,16 +77,12 @@ float float_at(const ConstVectorView& v, int64_t i) {
   switch (error.kind) {
     case ErrorKind::invalid_data:
       throw nb::index_error(text);
-    case ErrorKind::invalid_argument:
-      // The one rule about arguments that Python has a word of its own for.
-      if (error.message.find("dtype is") != std::string::npos ||
-          error.message.rfind("multiply:", 0) == 0) {
-        throw nb::type_error(text);
-      }
-      throw nb::value_error(text);
+    case ErrorKind::wrong_type:
+      throw nb::type_error(text);
     case ErrorKind::cancelled:
       PyErr_SetString(PyExc_KeyboardInterrupt, text);
       throw nb::python_error();
+    case ErrorKind::invalid_argument:
     case ErrorKind::workspace_too_small:
     case ErrorKind::limit_too_small:
     case ErrorKind::isa_unusable:
@@ -592,7 +588,7 @@ NB_MODULE(_core, m) {
   m.def("takes_one_pass", &takes_one_pass, nb::arg("BT"), nb::arg("V"), nb::arg("H"),
         nb::arg("operand"), nb::arg("multiply").none(), nb::arg("target"),
         nb::arg("grad_input").none(), nb::arg("grad_weight").none(), nb::arg("options"));
-  m.def("machine", &machine);
+  m.def("machine", &machine, nb::sig("def machine() -> dict[str, typing.Any]"));
   m.def("measure_peak_flops", [](const std::string& isa, int dtype, int threads, double seconds) {
     const Isa level = take(parse_isa(isa));
     const nb::gil_scoped_release without_gil;
@@ -604,7 +600,7 @@ NB_MODULE(_core, m) {
   m.def("drop_workspaces", &drop_workspaces);
   m.def("workspace_bytes_held", &workspace_bytes_held);
   m.def("kept_matrix", &kept_matrix,
-        nb::sig("def kept_matrix(rows: int, cols: int, dtype: int) -> object"));
+        nb::sig("def kept_matrix(rows: int, cols: int, dtype: int) -> typing.Any"));
   m.def("page_bytes_held", &page_bytes_held);
 
   nb::class_<Borrowed>(m, "Borrowed", "An array of another library, kept alive.")
@@ -614,18 +610,25 @@ NB_MODULE(_core, m) {
       .def_prop_ro(
           "on_cpu",
           [](const Borrowed& b) { return b.array.device_type() == nb::device::cpu::value; })
-      .def_prop_ro("shape",
-                   [](const Borrowed& b) {
-                     nb::list shape;
-                     for (size_t i = 0; i < b.array.ndim(); ++i) shape.append(b.array.shape(i));
-                     return nb::tuple(shape);
-                   })
-      .def_prop_ro("strides", [](const Borrowed& b) {
-        nb::list strides;
-        for (size_t i = 0; i < b.array.ndim(); ++i) strides.append(b.array.stride(i));
-        return nb::tuple(strides);
-      });
-  m.def("borrow", [](nb::ndarray<nb::ro> array) { return Borrowed{std::move(array)}; });
+      .def_prop_ro(
+          "shape",
+          [](const Borrowed& b) {
+            nb::list shape;
+            for (size_t i = 0; i < b.array.ndim(); ++i) shape.append(b.array.shape(i));
+            return nb::tuple(shape);
+          },
+          nb::for_getter(nb::sig("def shape(self) -> tuple[int, ...]")))
+      .def_prop_ro(
+          "strides",
+          [](const Borrowed& b) {
+            nb::list strides;
+            for (size_t i = 0; i < b.array.ndim(); ++i) strides.append(b.array.stride(i));
+            return nb::tuple(strides);
+          },
+          nb::for_getter(nb::sig("def strides(self) -> tuple[int, ...]")));
+  m.def(
+      "borrow", [](nb::ndarray<nb::ro> array) { return Borrowed{std::move(array)}; },
+      nb::sig("def borrow(array: typing.Any) -> Borrowed"));
 }
 
 }  // namespace logitless::python

@@ -172,9 +172,9 @@ int64_t packed_bytes(int64_t tokens) { return tokens / 8 + (tokens % 8 != 0 ? 1 
 // A plan's refusal, as a phase 1 returns it: our limits are like the original's tiling limits,
 // unless the shape itself is absurd.
 Status refusal(const Error& error) {
-  return {
-      error.kind == ErrorKind::invalid_argument ? ACLNN_ERR_PARAM_INVALID : ACLNN_ERR_INNER_NULLPTR,
-      error.message};
+  const bool of_an_argument =
+      error.kind == ErrorKind::invalid_argument || error.kind == ErrorKind::wrong_type;
+  return {of_an_argument ? ACLNN_ERR_PARAM_INVALID : ACLNN_ERR_INNER_NULLPTR, error.message};
 }
 
 // ---- from tensors to views

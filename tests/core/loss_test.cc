@@ -31,7 +31,7 @@ struct LossCase {
   Layout softmax_layout = {};
 };
 
-LossResult run_loss(const LossCase& c, const PlanOptions& options) {
+LossResult run_loss(const LossCase& c, const PlanOptions& options, bool in_place = false) {
   LossTypes types;
   if (c.logits) types.softmax_logits = c.logits->dtype();
   LossResult r;
@@ -48,6 +48,12 @@ LossResult run_loss(const LossCase& c, const PlanOptions& options) {
     in.logits = c.logits->matrix_view();
     r.softmax = TestTensor::matrix(DType::f32, c.BT, c.V, c.softmax_layout);
     out.softmax = r.softmax->matrix_view();
+    if (in_place) {
+      for (int64_t b = 0; b < c.BT; ++b) {
+        for (int64_t v = 0; v < c.V; ++v) r.softmax->set(b, v, c.logits->get(b, v));
+      }
+      in.logits = r.softmax->matrix_view();
+    }
   }
   if (c.counts) in.counts = c.counts->vector_view();
   const auto plan = plan_loss(c.BT, c.V, types, options);
@@ -275,6 +281,15 @@ TEST_P(LossOperator, AnyNumberOfThreadsGivesTheSameBits) {
   for (const int threads : {2, 3, 5}) {
     const LossResult r = run_loss(c, options(threads));
     EXPECT_EQ(r.loss.all_bits(), want.loss.all_bits());
+    EXPECT_EQ(r.softmax->all_bits(), want.softmax->all_bits());
+  }
+}
+
+TEST_P(LossOperator, SoftmaxMayTakeThePlaceOfFp32Logits) {
+  const LossCase c = make_loss_case(33, 1300, DType::f32);
+  const LossResult want = run_loss(c, options(2));
+  for (const int threads : {1, 3}) {
+    const LossResult r = run_loss(c, options(threads), true);
     EXPECT_EQ(r.softmax->all_bits(), want.softmax->all_bits());
   }
 }

@@ -85,6 +85,14 @@ def test_the_gradient_recomputes_or_takes_a_softmax():
         assert_within("reference", r.grad_weight, e.grad_weight, e.allowed_grad_weight)
 
 
+def test_softmax_may_take_the_place_of_fp32_logits():
+    x, w, t = case(29, 1211, 48)
+    s = ln.forward(x, w, t, return_logits=True)
+    apart = ln.loss(s, logits=s.logits).softmax
+    assert ln.loss(s, logits=s.logits, out={"softmax": s.logits}).softmax is s.logits
+    np.testing.assert_array_equal(s.logits, apart)
+
+
 def test_fp32_operands_multiplied_as_bf16_are_those_rounded():
     x, w, t = case(19, 131, 40)
     mixed = ln.loss_and_gradient(x, w, t, multiply="bf16", strategy="recompute")
@@ -198,12 +206,40 @@ def test_nothing_valid_is_a_loss_of_zero():
         (ValueError, "accumulate: what is to be added to must come in out",
          lambda x, w, t: ln.loss_and_gradient(x, w, t, accumulate=True)),
         (ValueError, "shards: none came", lambda x, w, t: ln.merge([])),
+        (TypeError, "shards is a NoneType, must be a sequence of Statistics", lambda x, w, t: ln.merge(None)),
+        (TypeError, "statistics is a NoneType, must be Statistics", lambda x, w, t: ln.loss(None)),
+        (TypeError, "vocab_start_index is a str, must be an int", lambda x, w, t: ln.forward(x, w, t, vocab_start_index="a")),
+        (TypeError, "ignore_index is a float, must be an int", lambda x, w, t: ln.forward(x, w, t, ignore_index=1.5)),
+        (ValueError, "ignore_index is .*, must be between", lambda x, w, t: ln.forward(x, w, t, ignore_index=2**70)),
+        (TypeError, "threads is a bool, must be an int", lambda x, w, t: ln.forward(x, w, t, threads=True)),
+        (ValueError, "threads is 5000, must be between 0 and 4096", lambda x, w, t: ln.forward(x, w, t, threads=5000)),
+        (TypeError, "isa is a int, must be a str", lambda x, w, t: ln.forward(x, w, t, isa=3)),
+        (TypeError, "normalizer is a str, must be a number", lambda x, w, t: ln.loss_and_gradient(x, w, t, normalizer="a")),
+        (TypeError, "token_weights: dtype is float64, must be f32",
+         lambda x, w, t: ln.loss_and_gradient(x, w, t, token_weights=np.ones(4))),
+        (TypeError, "counts: dtype is f32, must be u8 or bool", lambda x, w, t: ln.forward(x, w, t, counts=np.ones(4, "f"))),
+        (TypeError, "target: dtype is u8, must be i32 or i64", lambda x, w, t: ln.forward(x, w, t.astype(np.uint8))),
+        (TypeError, "input is a masked array", lambda x, w, t: ln.forward(np.ma.array(x, mask=x > 0), w, t)),
+        (TypeError, "out is a list, must be a dict", lambda x, w, t: ln.forward(x, w, t, out=[x])),
+        (ValueError, "accumulate has 1 elements", lambda x, w, t: ln.loss_and_gradient(x, w, t, accumulate=(True,))),
+        (TypeError, "logits: dtype is bf16, must be f32 or the operand type f32",
+         lambda x, w, t: ln.forward(x, w, t, return_logits="bf16")),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(error, message, call):
     x, w, t = case(4, 10, 3)
     with pytest.raises(error, match=message):
         call(x, w, t)
+
+
+def test_outputs_in_the_memory_of_what_is_read_are_refused():
+    x, w, t = case(4, 10, 3)
+    both = np.concatenate([x, x], axis=1)
+    for out in (x, both[:, :3]):
+        with pytest.raises(ValueError, match=r"out\['grad_input'\]: lies in the memory of input"):
+            ln.loss_and_gradient(x if out is x else both[:, 1:4], w, t, out={"grad_input": out})
+    beside = ln.loss_and_gradient(both[:, :3], w, t, out={"grad_input": both[:, 3:]})
+    np.testing.assert_array_equal(beside.grad_input, ln.loss_and_gradient(x, w, t).grad_input)
 
 
 def test_read_only_outputs_are_refused():

@@ -254,3 +254,16 @@ def test_the_package_is_typed():
     folder = Path(logitless.__file__).parent
     assert (folder / "py.typed").exists()
     assert (Path(logitless._core.__file__).parent / "_core.pyi").exists()
+
+
+@pytest.mark.slow
+@needs_torch
+def test_mypy_has_nothing_to_say(tmp_path):
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("mypy is not installed")
+    settings = Path(__file__).parents[2] / "pyproject.toml"
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", settings, "--cache-dir", tmp_path],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -32,6 +32,10 @@ def case(BT=13, V=301, H=64, dtype="f32", ignored=2, seed=0, shape=None, require
     return x.requires_grad_(requires_grad), w.requires_grad_(requires_grad), t
 
 
+def settled(loss: torch.Tensor) -> str:
+    return loss.grad_fn.settings[2]
+
+
 def judge(x, w, t, dtype, coefficient, loss=None, ignore_index=-100, output=None, **kwargs):
     """The gradients in x.grad and w.grad (and a loss per token) against float64."""
     H = x.shape[-1]
@@ -353,6 +357,16 @@ def test_a_second_backward_raises_as_torch_does():
     torch.testing.assert_close(x.grad, 2 * once)
 
 
+def test_a_graph_that_is_retained_may_be_used_again_unless_one_pass_was_asked_for():
+    x, w, t = case(64, 4000, 128, "bf16")
+    loss = linear_cross_entropy(x, w, t)
+    assert settled(loss) == "one_pass"
+    (gx,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (gw,) = torch.autograd.grad(loss * 2, w)
+    x.grad, w.grad = gx, gw / 2
+    judge(x, w, t, "bf16", 1 / 62)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_double_backward_is_refused_in_words(mode):
     x, w, t = case()
@@ -469,10 +483,6 @@ def test_main_grad_errors():
 # ---- modes and limits ---------------------------------------------------------------------------
 
 
-def settled(loss: torch.Tensor) -> str:
-    return loss.grad_fn.settings[2]
-
-
 def test_auto_takes_one_pass_where_it_may_and_fits():
     x, w, t = case(64, 4000, 128, "bf16")
     assert settled(linear_cross_entropy(x, w, t)) == "one_pass"
@@ -540,7 +550,19 @@ def test_results_do_not_depend_on_torch_s_threads():
         (NotImplementedError, "token_weights requires a gradient", {"token_weights": torch.ones(13, requires_grad=True)}),
         (TypeError, "normalizer is a str", {"normalizer": "x"}),
         (ValueError, r"normalizer: shape is \[2\]", {"normalizer": torch.ones(2)}),
-        (ValueError, "normalizer", {"normalizer": 0.0}),
+        (ValueError, "normalizer is 0, must not be 0 or NaN", {"normalizer": 0.0, "mode": "recompute"}),
+        (ValueError, "normalizer is 0, must not be 0 or NaN", {"normalizer": 0.0, "reduction": "none"}),
+        (ValueError, "normalizer is nan", {"normalizer": torch.tensor(float("nan"))}),
+        (TypeError, "normalizer: dtype is complex64", {"normalizer": torch.tensor(1j)}),
+        (NotImplementedError, "normalizer requires a gradient", {"normalizer": torch.tensor(2.0, requires_grad=True)}),
+        (TypeError, "ignore_index is a str, must be an int", {"ignore_index": "x"}),
+        (TypeError, "ignore_index is a float, must be an int", {"ignore_index": 1.5}),
+        (ValueError, "ignore_index is 1180591620717411303424, must be between", {"ignore_index": 2**70}),
+        (TypeError, "workspace_limit is a float, must be an int", {"workspace_limit": 1e9}),
+        (ValueError, "workspace_limit is -1, must be between 0", {"workspace_limit": -1}),
+        (TypeError, "input is a sparse_coo tensor, must be a plain dense one", {"input": torch.zeros(13, 64).to_sparse()}),
+        (TypeError, "input is a nested tensor", {"input": torch.nested.nested_tensor([torch.zeros(3, 64)])}),
+        (ValueError, "linear_weight on meta .* must all be on the CPU", {"linear_weight": torch.zeros(301, 64, device="meta")}),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(error, message, change):

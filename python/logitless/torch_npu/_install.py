@@ -43,7 +43,7 @@ def _answer_that_there_is_no_npu() -> None:
     torch.__getattr__ = getattr_of_torch  # type: ignore[assignment]
 
 
-def _module(name: str, is_package: bool) -> _StandIn:
+def _module(name: str, is_package: bool) -> Any:
     module = _StandIn(name, _SENTENCE.split(":")[0].format(module=name))
     spec = importlib.machinery.ModuleSpec(name, None, origin=__file__, is_package=is_package)
     module.__spec__ = spec
