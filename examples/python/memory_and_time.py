@@ -11,7 +11,7 @@ import statistics
 
 from logitless import _bench, _svg
 
-NAMES = ["eager", "torch.compile", "logitless"]
+NAMES = ["logitless", "eager", "torch.compile"]
 
 
 def main() -> None:
@@ -27,8 +27,11 @@ def main() -> None:
     memory = {name: [] for name in NAMES}
     for BT in map(int, arguments.tokens.split(",")):
         shape = (BT, arguments.vocab, arguments.hidden)
-        for name, seconds in _bench.measure_time(NAMES, shape, arguments.dtype, arguments.seconds).items():
-            time[name].append((BT, statistics.median(seconds)))
+        for name, found in _bench.measure_time(NAMES, shape, arguments.dtype, arguments.seconds).items():
+            if "failed" in found:
+                print(f"left out: {name}, {found['failed']}", flush=True)
+                continue
+            time[name].append((BT, statistics.median(found["seconds"])))
             memory[name].append((BT, _bench.measure_memory(name, shape, arguments.dtype) / _bench.MIB))
             print(f"BT = {BT}, {name}: {_bench.time_text(time[name][-1][1])}, "
                   f"{memory[name][-1][1]:.0f} MiB", flush=True)  # fmt: skip

@@ -96,7 +96,7 @@ def _run_verify(arguments: Any) -> int:
     for name, bound in allowed.items():
         found = reference.float64(getattr(result, name))
         value = getattr(exact, name)
-        error = np.linalg.norm(found - value) / max(np.linalg.norm(value), 1e-300)
+        error = float(np.linalg.norm(found - value)) / max(float(np.linalg.norm(value)), 1e-300)
         fine = bool(error <= bound)
         status |= not fine
         print(f"{name:12s} relative error {error:.2e}, allowed {bound:.2e}: {'fine' if fine else 'BEYOND'}")
@@ -156,8 +156,13 @@ def main(argv: Optional[list[str]] = None) -> int:
     sub.add_argument("--shape", action="append", metavar="BT,V,H")
     sub.add_argument("--dtype", choices=("bf16", "f16", "f32", "mixed"), default="bf16",
                      help="mixed: float32 parameters under autocast")  # fmt: skip
-    sub.add_argument("--seconds", type=float, default=10.0, help="of rounds, for each shape")
+    sub.add_argument("--table", action="store_true",
+                     help="every shape of docs/performance.md beside all peers, times only (20 minutes)")  # fmt: skip
+    sub.add_argument("--accumulate", action="store_true",
+                     help="add to the gradients of the step before, instead of fresh ones")  # fmt: skip
+    sub.add_argument("--seconds", type=float, default=8.0, help="of rounds with each contender")
     sub.add_argument("--no-memory", action="store_true")
+    sub.add_argument("--markdown", metavar="FILE", help="times as a table")
     sub.add_argument("--svg", metavar="FILE", help="the bars as a picture")
     sub.add_argument("--json", action="store_true")
     sub.set_defaults(run=_run_bench)
@@ -165,7 +170,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (ValueError, TypeError, IndexError, OSError) as error:
+    except (ValueError, TypeError, IndexError, OSError, RuntimeError) as error:
         print(f"logitless: {error}", file=sys.stderr)
         return 2
 

@@ -68,19 +68,32 @@ def test_a_call_of_one_token_does_little_beside_the_operator(monkeypatch):
 
 @pytest.mark.slow
 def test_bench_compares_with_torch_s_own(tmp_path):
-    picture = tmp_path / "bars.svg"
+    picture, table = tmp_path / "bars.svg", tmp_path / "table.md"
     done = subprocess.run(
         [sys.executable, "-m", "logitless", "bench", "--peers", "--shape", "64,500,64", "--seconds", "0.1",
-         "--json", "--svg", str(picture)],
+         "--json", "--svg", str(picture), "--markdown", str(table)],
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     case = json.loads(done.stdout)["cases"][0]
     names = _bench.available([*_bench.OURS, *_bench.PEERS])
-    assert list(case["seconds"]) == names and list(case["bytes"]) == names
+    assert list(case["times"]) == names and list(case["bytes"]) == names
+    for name, times in case["times"].items():
+        assert len(times["seconds"]) >= 5 and (name == "logitless" or times["over_ours"] > 0)
+    rows = table.read_text().splitlines()
+    assert len(rows) == 3 and rows[2].startswith("| bf16 | 64, 500, 64 | ") and rows[2].count("|") == rows[0].count("|")
     assert picture.read_text().startswith("<svg")
     words = subprocess.run(
         [sys.executable, "-m", "logitless", "bench", "--shape", "64,500,64", "--seconds", "0.1", "--no-memory"],
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert words.returncode == 0 and words.stdout.startswith("CPU only")
+
+
+def test_a_contender_that_fails_is_left_out_with_its_reason():
+    names = ["logitless", "no such thing"]
+    found = _bench.measure_time(names, (8, 50, 8), "f32", 0.1, accumulate=True)
+    assert "contender is 'no such thing'" in found["no such thing"]["failed"]
+    assert found["logitless"]["seconds"] == []
+    with pytest.raises(_bench.Failed, match="no such thing: logitless: contender is"):
+        _bench.measure_time(names[1:], (8, 50, 8), "f32", 0.1)

@@ -101,7 +101,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 def pretend() -> None:
     """Everything but the mode: names, methods, torch.npu."""
     package = install()
-    npu = _Npu("torch.npu")
+    npu: Any = _Npu("torch.npu")
     for name in ("synchronize", "empty_cache", "set_device", "init", "reset_peak_memory_stats",
                  "set_compile_mode", "set_option", "reset_max_memory_allocated"):  # fmt: skip
         setattr(npu, name, _nothing)
@@ -121,7 +121,7 @@ def pretend() -> None:
         package.npu = npu
         sys.modules["torch_npu.npu"] = npu
     try:
-        torch.utils.rename_privateuse1_backend("npu")  # so that torch.device("npu") is a device
+        torch.utils.rename_privateuse1_backend("npu")  # type: ignore[attr-defined]  # so that torch.device("npu") is a device
     except RuntimeError:
         pass  # it has that name already
 
@@ -129,7 +129,7 @@ def pretend() -> None:
         return self
 
     torch.Tensor.npu = stay  # type: ignore[attr-defined]
-    torch.nn.Module.npu = stay  # type: ignore[assignment]
+    torch.nn.Module.npu = stay  # type: ignore[attr-defined]
     module_to = torch.nn.Module.to
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
