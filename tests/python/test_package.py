@@ -110,6 +110,26 @@ def test_a_fork_after_a_parallel_region_does_not_hang(script, before):
     assert out == "0\n"
 
 
+@needs_torch
+def test_workers_of_a_dataloader_compute(script):
+    out = script("""
+    import torch, logitless
+    torch.manual_seed(0)
+    w = torch.randn(3000, 64, requires_grad=True)
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+        def __getitem__(self, i):
+            x = torch.full((128, 64), i / 10)
+            loss = logitless.linear_cross_entropy(x, w, torch.arange(128))
+            return torch.stack([loss.detach(), torch.autograd.grad(loss, w)[0].abs().sum()])
+    here = torch.stack([Rows()[i] for i in range(4)])  # a parallel region before the fork
+    there = torch.cat(list(torch.utils.data.DataLoader(Rows(), batch_size=1, num_workers=2, timeout=60)))
+    print(torch.allclose(here, there))
+    """, timeout=120)  # fmt: skip
+    assert out == "True\n"
+
+
 INTERRUPTED = """
 import numpy as np, signal, sys
 import logitless.numpy as ln

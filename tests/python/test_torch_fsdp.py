@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 on two gloo ranks: the loss as part of the module that is gathered."""
+"""Two gloo ranks: FSDP2 with the loss as part of the module that is gathered, and DDP."""
 
 from __future__ import annotations
 
@@ -71,3 +71,29 @@ def test_fsdp2_gathers_the_head_for_the_loss(tmp_path):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
         assert refused.startswith("linear_weight is a DTensor, must be a plain tensor")
+
+
+def _ddp_rank(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(make(), gradient_as_bucket_view=True)
+    with model.no_sync():
+        model(*inputs(rank)).backward()
+    model(*inputs(rank + 2)).backward()
+    gradients = {n: p.grad.clone() for n, p in model.module.named_parameters()}
+    torch.save(gradients, Path(folder) / f"ddp{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ddp_averages_accumulated_gradients(tmp_path):
+    from test_torch_npu import free_port
+
+    torch.multiprocessing.spawn(_ddp_rank, (free_port(), str(tmp_path)), nprocs=2)
+    model = make()
+    (sum(model(*inputs(i)) for i in range(4)) / 2).backward()
+    for rank in range(2):
+        gradients = torch.load(tmp_path / f"ddp{rank}.pt")
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
