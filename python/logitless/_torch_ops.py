@@ -470,12 +470,29 @@ def _autograd(ctx: Any, grad_total: Any, grad_loss: Any, grad_logsumexp: Any, *_
     return (*refuse_double_backward((*upstream, input, weight), gradients), *nothing)
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_plain(input: Tensor, weight: Tensor, target: Tensor) -> bool:
+    """Nobody is to see the operator: the dispatcher would only cost time, 10 us."""
+    return (
+        type(input) in _PLAIN and type(weight) in _PLAIN and type(target) in _PLAIN and input.is_cpu
+        and torch._C._len_torch_dispatch_stack() == 0 and not torch.jit.is_tracing()
+    )  # fmt: skip
+
+
+def _run_forward(*arguments: Any) -> Any:
+    if _is_plain(*arguments[:3]):
+        return _forward(*arguments)
+    return torch.ops.logitless.linear_cross_entropy.default(*arguments)
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """The operator with the same gradient, quicker than through the dispatcher's autograd."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        output = torch.ops.logitless.linear_cross_entropy.default(*arguments)
+        output = _run_forward(*arguments)
         _setup_context(ctx, arguments, output)
         return output
 
@@ -495,10 +512,14 @@ class Transformed(torch.autograd.Function):
 
 def apply(grad: bool, *arguments: Any) -> Any:
     """The operator; grad: gradients are wanted."""
-    if not grad or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return torch.ops.logitless.linear_cross_entropy.default(*arguments)
     if torch._C._are_functorch_transforms_active():
-        return Transformed.apply(*arguments)
+        if grad:
+            return Transformed.apply(*arguments)
+        return torch.ops.logitless.linear_cross_entropy.default(*arguments)
+    if not grad:
+        return _run_forward(*arguments)
     return LinearCrossEntropy.apply(*arguments)
 
 

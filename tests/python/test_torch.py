@@ -449,6 +449,25 @@ def test_backward_in_another_thread():
     judge(x, w, t, "f32", 1 / 11)
 
 
+def test_a_dispatch_mode_sees_the_operator_though_plain_calls_go_past_the_dispatcher():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, w, t = case()
+    plain = linear_cross_entropy(x, w, t)
+    with Watch():
+        watched = linear_cross_entropy(x, w, t)
+        with torch.no_grad():
+            linear_cross_entropy(x, w, t)
+    assert seen.count("logitless.linear_cross_entropy.default") == 2 and plain == watched
+
+
 # ---- main_grad ----------------------------------------------------------------------------------
 
 
