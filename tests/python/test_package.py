@@ -163,6 +163,31 @@ def test_ctrl_c_ends_a_long_call_early():
     assert interrupt(INTERRUPTED.format(BT=100_000, handler="")) == ["interrupted", "usable True"]
 
 
+@needs_torch
+@pytest.mark.parametrize("where", ["forward", "backward", "one_pass"])
+def test_ctrl_c_ends_a_long_call_of_torch_s_face(where):
+    lines = interrupt(f"""
+import torch, logitless
+where = {where!r}
+x = torch.ones(100_000 if where != "backward" else 20_000, 2048, requires_grad=True)
+w = torch.ones(8192, 2048, requires_grad=True)
+t = torch.zeros(len(x), dtype=torch.int64)
+logitless.linear_cross_entropy(x[:4], w, t[:4]).backward()
+w.grad = None
+f = lambda n: logitless.linear_cross_entropy(x[:n], w, t[:n], mode="one_pass" if where == "one_pass" else "recompute")
+loss = f(len(x)) if where == "backward" else None
+print("started", flush=True)
+try:
+    loss = loss.backward() if where == "backward" else f(len(x))
+    print("finished", flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+f(4).backward()
+print("usable", bool(w.grad.isfinite().all()))
+""")
+    assert lines == ["interrupted", "usable True"]
+
+
 def test_a_handler_of_the_user_s_own_runs_after_the_call():
     handler = "signal.signal(signal.SIGINT, lambda *_: print('noted', flush=True))"
     lines = interrupt(INTERRUPTED.format(BT=2000, handler=handler))
@@ -251,6 +276,30 @@ def test_threads_come_from_the_environment_or_the_call(script):
         logitless.set_num_threads(-1)
     with pytest.raises(TypeError, match="threads is a float"):
         logitless.set_num_threads(1.5)  # type: ignore[arg-type]
+
+
+@needs_torch
+def test_torch_s_count_of_threads_holds_for_torch_s_calls_unless_ours_is_set(monkeypatch):
+    import torch
+
+    from logitless import _torch_ops
+
+    usual, asked = torch.get_num_threads(), []
+    real = _torch_ops._core.loss_and_gradient
+    monkeypatch.setattr(_torch_ops._core, "loss_and_gradient", lambda *a: (asked.append(a[-1][0]), real(*a))[1])
+    x, w = torch.ones(9, 8, requires_grad=True), torch.ones(5, 8)
+    try:
+        for of_torch, ours in ((3, None), (1, None), (3, 2), (1, 4)):
+            torch.set_num_threads(of_torch)
+            logitless.set_num_threads(ours)
+            logitless.linear_cross_entropy(x, w, torch.zeros(9, dtype=torch.int64))
+            assert asked[-1] == (ours or of_torch)
+    finally:
+        torch.set_num_threads(usual)
+        logitless.set_num_threads(None)
+    for threads in (1, 2, 3):
+        _, _, planned = logitless._core.plan_text("step", 512, 8000, 256, 0, None, 0, True, True, 0, (threads, "", 0))
+        assert planned == threads
 
 
 def test_an_isa_can_be_forced_and_a_wrong_one_is_an_error(script):
