@@ -45,12 +45,17 @@ _MODULES = ("hf", "numpy", "reference", "torch", "torch_npu")
 
 def __getattr__(name: str) -> Any:
     # torch is imported by what needs it, when it is needed.
-    if name in _IN_TORCH:
-        value = getattr(_importlib.import_module(".torch", __name__), name)
-        globals()[name] = value
-        return value
-    if name in _MODULES:
-        return _importlib.import_module(f".{name}", __name__)
+    try:
+        if name in _IN_TORCH:
+            value = getattr(_importlib.import_module(".torch", __name__), name)
+            globals()[name] = value
+            return value
+        if name in _MODULES:
+            return _importlib.import_module(f".{name}", __name__)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"logitless.{name} needs torch: pip install torch (2.4 or newer)") from None
     raise AttributeError(f"module 'logitless' has no attribute {name!r}")
 
 

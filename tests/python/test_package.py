@@ -313,6 +313,20 @@ def test_an_isa_can_be_forced_and_a_wrong_one_is_an_error(script):
     assert "ValueError: LOGITLESS_ISA: 'mmx' is not an instruction set usable here" in failed.stderr
 
 
+def test_without_torch_its_face_says_what_to_install(script):
+    out = script("""
+    import sys, logitless
+    sys.modules["torch"] = None
+    for name in ("linear_cross_entropy", "LinearCrossEntropyLoss", "hf", "torch_npu"):
+        try:
+            getattr(logitless, name)
+        except ImportError as error:
+            print(error)
+    """)  # fmt: skip
+    assert out.splitlines()[0] == "logitless.linear_cross_entropy needs torch: pip install torch (2.4 or newer)"
+    assert len(out.splitlines()) == 4
+
+
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="module 'logitless' has no attribute 'logits'"):
         logitless.logits
