@@ -484,13 +484,13 @@ TEST_P(LossAndGradient, BrokenArgumentsAreNamedAndNothingIsWritten) {
       EXPECT_TRUE(r.gradients.grad_input->untouched()) << part;
       EXPECT_TRUE(r.gradients.grad_weight->untouched()) << part;
     };
-    const ErrorKind invalid = ErrorKind::invalid_argument;
+    const ErrorKind invalid = ErrorKind::invalid_argument, wrong = ErrorKind::wrong_type;
     expect([](auto&, auto& in, auto&, auto&) { in.input.rows = 9; }, invalid, "input");
-    expect([](auto&, auto& in, auto&, auto&) { in.weight.dtype = DType::f32; }, invalid, "weight");
+    expect([](auto&, auto& in, auto&, auto&) { in.weight.dtype = DType::f32; }, wrong, "weight");
     expect([](auto&, auto& in, auto&, auto&) { in.target.size = 9; }, invalid, "target");
-    expect([](auto&, auto& in, auto&, auto&) { in.token_weights = in.target; }, invalid,
+    expect([](auto&, auto& in, auto&, auto&) { in.token_weights = in.target; }, wrong,
            "token_weights");
-    expect([](auto&, auto& in, auto&, auto&) { in.rows.counts = in.target; }, invalid, "counts");
+    expect([](auto&, auto& in, auto&, auto&) { in.rows.counts = in.target; }, wrong, "counts");
     expect([](auto&, auto& in, auto&, auto&) { in.normalizer = 0.0; }, invalid, "normalizer");
     expect([](auto&, auto& in, auto&, auto&) { in.normalizer = NAN; }, invalid, "normalizer");
     expect([](auto&, auto&, auto& out, auto&) { out.loss.size = 3; }, invalid, "loss");
