@@ -206,6 +206,21 @@ def test_opcheck():
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_in_one_graph_they_compute_the_same(dynamic):
+    def f(x, w, t, end):
+        s = ONLINE(x, w, t, 0, end)
+        loss = LOSS(s[0], s[1], s[2])[0]
+        return loss, *BACKWARD(torch.ones_like(loss), x, w, s[3], s[4], logits_max=s[0], sum_exp_logits=s[1])
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=dynamic)
+    for BT in (13, 9):
+        x, w, t = case(BT)
+        for found, value in zip(compiled(x, w, t, 301), f(x, w, t, 301)):
+            assert torch.equal(found, value)
+
+
 # ---- errors -------------------------------------------------------------------------------------
 
 
@@ -224,6 +239,11 @@ def arguments(**change):
         (ValueError, r"weight: shape is \[5, 3\], must be \[V, H\] with H = 64", {"weight": torch.zeros(5, 3).bfloat16()}),
         (ValueError, r"input: shape is \[13\], must have 2 dimensions", {"input": torch.zeros(13).bfloat16()}),
         (ValueError, "weight: .* at least one row", {"weight": torch.zeros(0, 64).bfloat16()}),
+        (TypeError, "input is a NoneType, must be a torch.Tensor", {"input": None}),
+        (TypeError, "weight is a list, must be a torch.Tensor", {"weight": [1.0]}),
+        (TypeError, "vocab_start_index is a float, must be an int", {"vocab_start_index": 0.5}),
+        (ValueError, "vocab_end_index is .*, must be between", {"vocab_end_index": 2**70}),
+        (ValueError, "weight is on meta, .* must be on the CPU like input", {"weight": torch.zeros(301, 64, device="meta")}),
         (ValueError, "vocab_start_index is -1, must be >= 0", {"vocab_start_index": -1}),
         (ValueError, "vocab_end_index is 4, must be >= vocab_start_index = 5", {"vocab_start_index": 5, "vocab_end_index": 4}),
         (ValueError, "input: H is 65535, must be <= 65534",
@@ -244,6 +264,10 @@ def test_errors_of_loss_and_gradient():
         LOSS(*s[:3], float("nan"))
     with pytest.raises(ValueError, match=r"vocab_parallel_logits: shape is \[4, 5\], must be \[BT, V\] with BT = 13"):
         LOSS(*s[:3], vocab_parallel_logits=torch.zeros(4, 5))
+    with pytest.raises(TypeError, match="label_smoothing is a NoneType, must be a number"):
+        LOSS(*s[:3], None)
+    with pytest.raises(TypeError, match="vocab_parallel_logits is a int, must be a torch.Tensor or None"):
+        LOSS(*s[:3], vocab_parallel_logits=3)
     LOSS(*s[:3], input=torch.zeros(3), weight=torch.zeros(2, 2))  # not looked at
     grad = torch.ones(13)
     with pytest.raises(ValueError, match="softmax is None, so logits_max and sum_exp_logits must both"):

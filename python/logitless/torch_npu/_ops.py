@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import _core
 from .._torch_ops import matrix, options, packed_mask, vector
+from .._types import integer
 
 OPERAND_ROUNDING, INFER_ROUNDING = 1, 2
 _LARGEST_H = 65534
@@ -286,14 +287,37 @@ def _registered(name: str) -> bool:
     return True
 
 
+def _check_value(name: str, value: Any, kind: str) -> None:
+    """Of an argument that is no tensor; kind: its annotation."""
+    came = f"{name} is a {type(value).__name__}, must be "
+    if kind == "int":
+        if not torch.compiler.is_compiling():
+            integer(name, value)
+    elif kind == "float":
+        if isinstance(value, (str, bool)) or not hasattr(value, "__float__"):
+            raise TypeError(came + "a number")
+    elif kind == "Tensor" or kind == "Optional[Tensor]" and value is not None:
+        raise TypeError(came + ("a torch.Tensor" if kind == "Tensor" else "a torch.Tensor or None"))
+
+
 def _function(name: str, kernel: Callable[..., Any], documentation: str) -> Callable[..., Any]:
     operator = getattr(torch.ops.npu, name).default
 
     def function(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
+        devices: dict[str, str] = {}
         for argument, value in bound.arguments.items():
-            if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
+            if not isinstance(value, Tensor):
+                _check_value(argument, value, signature.parameters[argument].annotation)
+                continue
+            if value.device.type not in ("cpu", "meta"):
                 raise ValueError(f"{argument} is on {value.device}, must be on the CPU")
+            devices.setdefault(value.device.type, argument)
+        if len(devices) > 1:
+            raise ValueError(
+                f"{devices['meta']} is on meta, where tensors have no values, must be on the CPU like "
+                f"{devices['cpu']}"
+            )
         return operator(*bound.args, **bound.kwargs)
 
     signature = inspect.signature(kernel)
