@@ -477,7 +477,8 @@ def _is_plain(input: Tensor, weight: Tensor, target: Tensor) -> bool:
     """Nobody is to see the operator: the dispatcher would only cost time, 10 us."""
     return (
         type(input) in _PLAIN and type(weight) in _PLAIN and type(target) in _PLAIN and input.is_cpu
-        and torch._C._len_torch_dispatch_stack() == 0 and not torch.jit.is_tracing()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
     )  # fmt: skip
 
 
