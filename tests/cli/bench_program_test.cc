@@ -280,6 +280,12 @@ TEST_F(BenchTest, ThePlanSaysTheIdleShareForEveryNumberOfThreads) {
 
 // Training shapes on servers: no step lets more than 3 % of a large team wait.
 TEST_F(BenchTest, LargeTeamsShareTheWorkEvenly) {
+  const json any = json_of({"plan", "--shape", "64,64,64", "--op", "forward"});
+  const std::string described = any["plans"][0]["describe"];
+  if (described.find("avx512bf16") == std::string::npos) {
+    GTEST_SKIP() << "this CPU has no avx512bf16: operands are packed in fp32, and the forward's 16 "
+                    "MiB hold half as many pieces";
+  }
   for (const char* shape : {"1024,32000,2048", "1024,49152,576", "512,32064,4096",
                             "8192,32000,1024", "2048,128256,2048"}) {
     const json document = json_of({"plan", "--shape", shape, "--threads", "16,64,128"});
