@@ -59,10 +59,7 @@ class ForwardPass {
     return reinterpret_cast<T*>(ws_ + offset);
   }
 
-  bool counts(int64_t b) const {
-    if (in_.rows.counts && !byte_at(*in_.rows.counts, b)) return false;
-    return !in_.rows.ignore_index || integer_at(in_.target, b) != *in_.rows.ignore_index;
-  }
+  bool counts(int64_t b) const { return row_counts(in_.rows, in_.target, b); }
   bool outside(int64_t target) const { return target < start_ || target >= end_; }
   bool masked(int64_t b) const { return !counts(b) || outside(integer_at(in_.target, b)); }
 
@@ -240,15 +237,15 @@ class ForwardPass {
     auto* tiles = reinterpret_cast<float*>(own);  // [panel][token][nr]
     if (p_.vocab_in_lanes()) {
       stream_rows(v0, columns, g_.nr,
-                  [&](const void* const* rows_of, int count, int64_t k0, int64_t k, int first) {
-                    g_.stream_vocab(p_.target.source, rows_of, count, k, tokens(k0), width,
+                  [&](const void* const* group, int count, int64_t k0, int64_t k, int first) {
+                    g_.stream_vocab(p_.target.source, group, count, k, tokens(k0), width,
                                     tiles + int64_t{first} * width, k0 > 0);
                   });
     } else {
       float* logits = tiles + int64_t{cpu::kSegmentColumns} * width;  // [column][token]
       stream_rows(v0, columns, g_.stream_rows[width / g_.lanes - 1],
-                  [&](const void* const* rows_of, int count, int64_t k0, int64_t k, int first) {
-                    g_.stream_tokens(p_.target.source, rows_of, count, k, tokens(k0), width,
+                  [&](const void* const* group, int count, int64_t k0, int64_t k, int first) {
+                    g_.stream_tokens(p_.target.source, group, count, k, tokens(k0), width,
                                      logits + int64_t{first} * width, k0 > 0, own + p_.staged);
                   });
       // Transposed in squares, as the statistics of larger batches see them: the same bits.

@@ -20,6 +20,7 @@
 #include "forward_pass.h"
 #include "gradient_pass.h"
 #include "loss_row.h"
+#include "step_tokens.h"
 
 namespace logitless {
 inline namespace LOGITLESS_ABI_NAMESPACE {
@@ -30,10 +31,16 @@ class LossAndGradient {
   LossAndGradient(const LossAndGradientPlanData& plan, const LossAndGradientOperands& in,
                   const LossAndGradientOutputs& out, std::span<std::byte> workspace,
                   const CancelToken* cancel)
-      : p_(plan), k_(*plan.target.kernels), in_(in), out_(out), ws_(workspace), cancel_(cancel) {}
+      : p_(plan),
+        k_(*plan.target.kernels),
+        in_(in),
+        out_(out),
+        ws_(workspace),
+        cancel_(cancel),
+        tokens_(in, plan.shape.BT, plan.shape.V) {}
 
   Result<void> run() {
-    if (auto ok = count_rows(); !ok) return ok;
+    if (auto ok = tokens_.count(); !ok) return ok;  // before anything is written
     statistics_.logits_max = out_.logits_max.value_or(own(p_.logits_max));
     statistics_.sum_exp_logits = out_.sum_exp_logits.value_or(own(p_.sum_exp_logits));
     statistics_.predicted_logits = out_.predicted_logits.value_or(own(p_.predicted_logits));
@@ -42,7 +49,8 @@ class LossAndGradient {
     if (out_.total != nullptr) {
       double total = 0;
       for (int64_t b = 0; b < p_.shape.BT; ++b) {
-        if (counts(b)) total += weight(b) * static_cast<double>(f32_at(out_.loss, b));
+        if (tokens_.counts(b))
+          total += tokens_.weight(b) * static_cast<double>(f32_at(out_.loss, b));
       }
       *out_.total = total;
     }
@@ -51,37 +59,6 @@ class LossAndGradient {
 
  private:
   VectorView own(int64_t offset) const { return {ws_.data() + offset, DType::f32, p_.shape.BT, 1}; }
-  bool counts(int64_t b) const {
-    if (in_.rows.counts && !byte_at(*in_.rows.counts, b)) return false;
-    return !in_.rows.ignore_index || integer_at(in_.target, b) != *in_.rows.ignore_index;
-  }
-  double weight(int64_t b) const {
-    const double w = in_.token_weights ? static_cast<double>(f32_at(*in_.token_weights, b)) : 1.0;
-    return w / normalizer_;
-  }
-
-  // Whether the row has a gradient, as far as fp32 can tell.
-  bool has_weight(int64_t b) const { return static_cast<float>(weight(b)) != 0.0f; }
-
-  // Also the rule about data: checked before anything is written.
-  Result<void> count_rows() {
-    for (int64_t b = 0; b < p_.shape.BT; ++b) {
-      if (!counts(b)) continue;
-      ++rows_;
-      const int64_t target = integer_at(in_.target, b);
-      if (target < 0 || target >= p_.shape.V) {
-        return Error{ErrorKind::invalid_data,
-                     "target[" + std::to_string(b) + "] is " + std::to_string(target) +
-                         ", must be in [0, V) = [0, " + std::to_string(p_.shape.V) +
-                         ") where the row counts"};
-      }
-    }
-    normalizer_ =
-        in_.normalizer.value_or(in_.token_weights || rows_ == 0 ? 1.0 : static_cast<double>(rows_));
-    for (int64_t b = 0; b < p_.shape.BT; ++b) weighted_ += counts(b) && has_weight(b);
-    return {};
-  }
-
   // Statistics -> loss of one row that counts.
   float loss_of(int64_t b) const {
     return loss_of_row(f32_at(statistics_.logits_max, b), f32_at(statistics_.sum_exp_logits, b),
@@ -96,9 +73,9 @@ class LossAndGradient {
     }
     const VectorView grad = own(p_.grad);
     for (int64_t b = 0; b < p_.shape.BT; ++b) {
-      const bool here = counts(b);
+      const bool here = tokens_.counts(b);
       set_f32(out_.loss, b, here ? loss_of(b) : 0.0f);
-      set_f32(grad, b, here ? static_cast<float>(weight(b)) : 0.0f);
+      set_f32(grad, b, here ? static_cast<float>(tokens_.weight(b)) : 0.0f);
     }
     GradientOperands gradient{.grad = grad,
                               .input = in_.input,
@@ -133,12 +110,12 @@ class LossAndGradient {
     forward.neutral_rows(team);
     zero_rows(team);
     GradientPass::Cell cell;
-    cell.token_chunks = ceil_div(weighted_, p_.forward.token_block);
+    cell.token_chunks = ceil_div(tokens_.weighted(), p_.forward.token_block);
     cell.vocab_chunks = ceil_div(p_.shape.V, p_.gradient.vocab_chunk);
     int64_t cursor = 0;
     for (int64_t block = 0; block < cell.token_chunks; ++block) {
       const int64_t rows =
-          forward.next_block(team, cursor, [&](int64_t b) { return has_weight(b); });
+          forward.next_block(team, cursor, [&](int64_t b) { return tokens_.has_gradient(b); });
       forward.one_block(team, rows);
       if (stop.leave_together(team)) return;
       settle(team, forward, rows);
@@ -154,9 +131,9 @@ class LossAndGradient {
       }
     }
     cursor = 0;
-    for (int64_t left = rows_ - weighted_; left > 0;) {
+    for (int64_t left = tokens_.counting() - tokens_.weighted(); left > 0;) {
       const int64_t rows =
-          forward.next_block(team, cursor, [&](int64_t b) { return !has_weight(b); });
+          forward.next_block(team, cursor, [&](int64_t b) { return !tokens_.has_gradient(b); });
       forward.one_block(team, rows);
       if (stop.leave_together(team)) return;
       settle(team, forward, rows);
@@ -169,12 +146,11 @@ class LossAndGradient {
   void zero_rows(const Team& team) const {
     const Range tokens = team.part(p_.shape.BT);
     for (int64_t b = tokens.begin; b < tokens.end; ++b) {
-      const bool here = counts(b);
-      if (!here) set_f32(out_.loss, b, 0.0f);
-      if (here && has_weight(b)) continue;
+      if (!tokens_.counts(b)) set_f32(out_.loss, b, 0.0f);
+      if (tokens_.has_gradient(b)) continue;
       if (out_.grad_input && !p_.types.grad_input->accumulate) zero_row(*out_.grad_input, b);
     }
-    if (weighted_ > 0 || !out_.grad_weight || p_.types.grad_weight->accumulate) return;
+    if (tokens_.weighted() > 0 || !out_.grad_weight || p_.types.grad_weight->accumulate) return;
     const Range vocabulary = team.part(p_.shape.V);
     for (int64_t v = vocabulary.begin; v < vocabulary.end; ++v) zero_row(*out_.grad_weight, v);
   }
@@ -198,7 +174,7 @@ class LossAndGradient {
     for (int64_t r = mine.begin; r < mine.end; ++r) {
       const int64_t b = index[r];
       cpu::GradRow row{};
-      row.grad = static_cast<float>(weight(b));
+      row.grad = static_cast<float>(tokens_.weight(b));
       row.target = local[r];
       row.inv_sum = 1.0f / sum[r];
       k_.softmax(predicted + r, 1, max[r], row.inv_sum, &row.target_p);
@@ -222,10 +198,8 @@ class LossAndGradient {
   const LossAndGradientOutputs& out_;
   std::span<std::byte> ws_;
   const CancelToken* cancel_;
+  StepTokens tokens_;
   ForwardOutputs statistics_;
-  int64_t rows_ = 0;      // that count
-  int64_t weighted_ = 0;  // of them, that have a gradient
-  double normalizer_ = 1;
 };
 
 }  // namespace

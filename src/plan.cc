@@ -218,7 +218,7 @@ Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
     return lay_out(p) <= limit;
   };
   // Up to four vectors of tokens, packing weight costs more than it saves: at (BT, 128256, 2048) on
-  // two cores 53 instead of 38 ms for 64 tokens, the same for 96, 22 instead of 13 ms for one.
+  // two cores 53 instead of 34 ms for 64 tokens, the same for 96, 22 instead of 8 ms for one.
   if (BT <= 4 * g.lanes) {
     ForwardPlanData few = p;
     few.token_block = BT;

@@ -80,7 +80,7 @@ struct ForwardPlanData {
   int64_t least_bytes = 0;     // the least workspace any limit allows
   // Few tokens: the width of their panel, and weight is read without being packed. 0: packed.
   int stream_width = 0;
-  bool vocab_in_lanes() const { return stream_width <= target.gemm->few; }
+  bool vocab_in_lanes() const { return stream_width > 0 && stream_width <= target.gemm->few; }
   // One pass: the exponentials of a block's logits are kept, in this type, as tiles
   // [token panel][vocabulary panel][mr][nr], and the statistics of all its segments.
   std::optional<DType> held;

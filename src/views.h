@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "cpu/kernels.h"
+#include "logitless/options.h"
 #include "logitless/tensor.h"
 #include "plan.h"
 
@@ -35,6 +36,11 @@ inline bool byte_at(const ConstVectorView& v, int64_t i) {
 inline int64_t integer_at(const ConstVectorView& v, int64_t i) {
   return v.dtype == DType::i32 ? int64_t{static_cast<const int32_t*>(v.data)[i * v.stride]}
                                : static_cast<const int64_t*>(v.data)[i * v.stride];
+}
+// Whether a row counts in the loss.
+inline bool row_counts(const RowFilter& rows, const ConstVectorView& target, int64_t b) {
+  if (rows.counts && !byte_at(*rows.counts, b)) return false;
+  return !rows.ignore_index || integer_at(target, b) != *rows.ignore_index;
 }
 inline void set_integer(const VectorView& v, int64_t i, int64_t value) {
   if (v.dtype == DType::i32) {

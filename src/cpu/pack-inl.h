@@ -31,9 +31,10 @@ template <class G, logitless::cpu::PackSource kSource>
 
 // Squares are read from kLanes rows at once: more streams than the hardware's prefetchers follow,
 // and each ends at every page. So the rows of the next squares are fetched one behind the other, as
-// they lie in memory, a few lines with each square of these. Into L2 only: rows a power of two
-// apart fall into one set of L1. The rows behind the panel are a guess; a wrong one costs nothing
-// but the fetch.
+// they lie in memory, a vector's worth with each row of these: fetched in bursts, most are dropped.
+// Into L1, although rows a power of two apart fall into one set of it and soon leave it for L2:
+// fetched into L2 alone, half as many are under way (stream_tile-inl.h). The rows behind the panel
+// are a guess; a wrong one costs nothing but the fetch.
 struct RowFetcher {
   const void* const* rows;
   int count;

@@ -40,6 +40,15 @@ std::string difference(const Agreed& field, int64_t value_a, size_t a, int64_t v
 
 }  // namespace
 
+Statement statement_of(const Result<void>& mine) {
+  Statement statement{};
+  statement.version = kVersion;
+  if (mine) return statement;
+  statement.kind = static_cast<int32_t>(mine.error().kind);
+  write_message(mine.error().message, statement.message);
+  return statement;
+}
+
 Result<void> first_error(std::span<const Statement> all) {
   const auto failed = [](const Statement& s) { return s.kind != 0; };
   const auto first = std::ranges::find_if(all, failed);
@@ -59,14 +68,9 @@ Result<void> share_status(Communicator& communicator, const Result<void>& mine) 
 Result<void> agree(Communicator& communicator, const Result<void>& mine,
                    std::span<const Agreed> fields, int64_t own0, int64_t own1,
                    std::span<Statement> all) {
-  Statement statement{};
-  statement.version = kVersion;
+  Statement statement = statement_of(mine);
   statement.own[0] = own0;
   statement.own[1] = own1;
-  if (!mine) {
-    statement.kind = static_cast<int32_t>(mine.error().kind);
-    write_message(mine.error().message, statement.message);
-  }
   for (size_t i = 0; i < fields.size(); ++i) statement.fields[i] = fields[i].value;
   if (auto ok = communicator.all_gather(std::as_bytes(std::span(&statement, 1)),
                                         std::as_writable_bytes(all));

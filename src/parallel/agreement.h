@@ -34,6 +34,9 @@ struct Statement {
 };
 static_assert(sizeof(Statement) == 512 && std::is_trivially_copyable_v<Statement>);
 
+// That this rank is fine, or its error; no fields.
+Statement statement_of(const Result<void>& mine);
+
 // Gathers the statements into `all` (size() of them) and compares. The result is the same on every
 // rank: the error of the lowest rank that has one (`mine` is this rank's), else a field in which
 // ranks differ, else fine.

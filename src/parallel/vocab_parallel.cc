@@ -21,6 +21,7 @@
 #include "loss_row.h"
 #include "parallel/agreement.h"
 #include "parallel/plan.h"
+#include "step_tokens.h"
 #include "team.h"
 #include "views.h"
 
@@ -39,7 +40,13 @@ class VocabParallel {
   VocabParallel(const VocabParallelPlanData& plan, Communicator& communicator,
                 const LossAndGradientOperands& in, const LossAndGradientOutputs& out,
                 std::span<std::byte> workspace, const CancelToken* cancel)
-      : p_(plan), comm_(communicator), in_(in), out_(out), ws_(workspace), cancel_(cancel) {}
+      : p_(plan),
+        comm_(communicator),
+        in_(in),
+        out_(out),
+        ws_(workspace),
+        cancel_(cancel),
+        tokens_(in, plan.shape.BT, plan.shape.V) {}
 
   Result<void> run() {
     if (auto ok = agree_on_arguments(); !ok) return ok;
@@ -60,14 +67,6 @@ class VocabParallel {
   }
   VectorView vector(int64_t offset) const {
     return {ws_.data() + offset, DType::f32, p_.shape.BT, 1};
-  }
-  bool counts(int64_t b) const {
-    if (in_.rows.counts && !byte_at(*in_.rows.counts, b)) return false;
-    return !in_.rows.ignore_index || integer_at(in_.target, b) != *in_.rows.ignore_index;
-  }
-  double weight(int64_t b) const {
-    const double w = in_.token_weights ? static_cast<double>(f32_at(*in_.token_weights, b)) : 1.0;
-    return w / normalizer_;
   }
   // Runs body(begin, end) on parts of n rows.
   template <class Body>
@@ -103,27 +102,10 @@ class VocabParallel {
     return check_step(local, rows, p_.step, in_, out_, ws_, p_.workspace_bytes);
   }
 
-  // Which rows count, and the rule about data.
-  Result<void> count_rows() {
-    for (int64_t b = 0; b < p_.shape.BT; ++b) {
-      if (!counts(b)) continue;
-      ++rows_;
-      const int64_t target = integer_at(in_.target, b);
-      if (target < 0 || target >= p_.shape.V) {
-        return Error{ErrorKind::invalid_data, "target[" + integer(b) + "] is " + integer(target) +
-                                                  ", must be in [0, V) = [0, " +
-                                                  integer(p_.shape.V) + ") where the row counts"};
-      }
-    }
-    normalizer_ =
-        in_.normalizer.value_or(in_.token_weights || rows_ == 0 ? 1.0 : static_cast<double>(rows_));
-    return {};
-  }
-
   Result<void> agree_on_arguments() {
     Result<void> mine = check_arguments();
     const bool usable = static_cast<bool>(mine);  // views may be read, the workspace written
-    if (usable) mine = count_rows();
+    if (usable) mine = tokens_.count();
     cancellable_ = cancel_ != nullptr;
     if (!p_.types.agree_in_run) return mine;
     Hash targets, filter, weights;
@@ -250,7 +232,7 @@ class VocabParallel {
       std::byte* block = blocks + r * p_.block_bytes();
       for (int64_t b = begin; b < end; ++b) {
         const int64_t target = integer_at(in_.target, b);
-        if (target < owned.begin || target >= owned.end || !counts(b)) continue;
+        if (target < owned.begin || target >= owned.end || !tokens_.counts(b)) continue;
         const float local = values(block, 0)[b];
         // A shard of -inf logits owns the target: with any finite logit elsewhere p is 0.
         predicted[b] = values(block, 2)[b] + (local == max[b] ? 0.0f : local - max[b]);
@@ -264,9 +246,9 @@ class VocabParallel {
     const float* predicted = region<float>(p_.predicted_logits);
     double total = 0;
     for (int64_t b = 0; b < p_.shape.BT; ++b) {
-      const float loss = counts(b) ? loss_of_row(max[b], sum[b], predicted[b]) : 0.0f;
+      const float loss = tokens_.counts(b) ? loss_of_row(max[b], sum[b], predicted[b]) : 0.0f;
       set_f32(out_.loss, b, loss);
-      if (counts(b)) total += weight(b) * static_cast<double>(loss);
+      if (tokens_.counts(b)) total += tokens_.weight(b) * static_cast<double>(loss);
       if (out_.logits_max) set_f32(*out_.logits_max, b, max[b]);
       if (out_.sum_exp_logits) set_f32(*out_.sum_exp_logits, b, sum[b]);
       if (out_.predicted_logits) set_f32(*out_.predicted_logits, b, predicted[b]);
@@ -308,7 +290,7 @@ class VocabParallel {
     int64_t rank = 0;
     for (int64_t b = 0; b < p_.shape.BT; ++b) {
       while (rank < p_.ranks && b >= p_.slice_of(rank).begin) starts[rank++] = active_rows_;
-      if (counts(b) && static_cast<float>(weight(b)) != 0.0f) active[active_rows_++] = b;
+      if (tokens_.has_gradient(b)) active[active_rows_++] = b;
     }
     while (rank <= p_.ranks) starts[rank++] = active_rows_;
     chunks_ = std::clamp<int64_t>(active_rows_ / p_.chunk_tokens, 1, p_.most_chunks);
@@ -347,7 +329,7 @@ class VocabParallel {
   Result<void> compute(int64_t chunk) const {
     float* grad = region<float>(p_.grad);
     if (chunk > 0) for_rows(chunk - 1, [&](int64_t, int64_t b) { grad[b] = 0.0f; });
-    for_rows(chunk, [&](int64_t, int64_t b) { grad[b] = static_cast<float>(weight(b)); });
+    for_rows(chunk, [&](int64_t, int64_t b) { grad[b] = static_cast<float>(tokens_.weight(b)); });
     GradientOperands operands{
         .grad = vector(p_.grad), .input = input_, .weight = in_.weight, .masked_target = {}};
     operands.target_mask = ConstMaskView(ws_.data() + p_.target_mask, p_.shape.BT);
@@ -470,19 +452,9 @@ class VocabParallel {
   void zero_inactive_rows() const {
     const RowRange rows = p_.scatters() ? p_.slice : RowRange{0, p_.shape.BT};
     for (int64_t b = rows.begin; b < rows.end; ++b) {
-      if (counts(b) && static_cast<float>(weight(b)) != 0.0f) continue;
+      if (tokens_.has_gradient(b)) continue;
       zero_row(*out_.grad_input, b - rows.begin);
     }
-  }
-
-  static Statement statement_of(const Result<void>& result) {
-    Statement s{};
-    if (result) return s;
-    s.kind = static_cast<int32_t>(result.error().kind);
-    const std::string& text = result.error().message;
-    std::memcpy(s.message, text.data(),
-                std::min(text.size(), static_cast<size_t>(Statement::kMessageBytes - 1)));
-    return s;
   }
 
   const VocabParallelPlanData& p_;
@@ -492,11 +464,10 @@ class VocabParallel {
   std::span<std::byte> ws_;
   const CancelToken* cancel_;
   bool cancellable_ = false;  // some rank was given a token
-  ConstMatrixView input_;     // [BT, H]
-  int64_t rows_ = 0;          // that count
+  StepTokens tokens_;
+  ConstMatrixView input_;  // [BT, H]
   int64_t active_rows_ = 0;
   int64_t chunks_ = 1;
-  double normalizer_ = 1;
 };
 
 }  // namespace
