@@ -2,7 +2,8 @@
 # Sourced by ./demo, ./test and .ci/run: installs what a machine lacks, and says what.
 
 build_packages=(g++ cmake ninja-build pkg-config python3 libcli11-dev libfmt-dev nlohmann-json3-dev
-  libgtest-dev libgmock-dev librapidcheck-dev libopenmpi-dev openmpi-bin)
+  libgtest-dev libgmock-dev librapidcheck-dev)
+mpi_packages=(libopenmpi-dev openmpi-bin)
 demo_packages=(python3 python3-venv ca-certificates)
 python_packages=(python3 python3-dev python3-venv ca-certificates binutils)
 slow_test_packages=(valgrind python3-matplotlib)
