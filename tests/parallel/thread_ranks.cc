@@ -127,7 +127,7 @@ class ThreadSum final : public PendingSum {
   Result<void> wait() override {
     waited_ = true;
     const bool scattered = kind_ == Kind::reduce_scatter;
-    if (scattered && std::memcmp(sent_.data(), copy_.data(), sent_.size_bytes()) != 0) {
+    if (scattered && !std::ranges::equal(std::as_bytes(sent_), std::as_bytes(std::span(copy_)))) {
       return group_.misuse("the buffer of a sum was changed before wait()");
     }
     for (const float value : out_) {
