@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "examples/train_lm/head.h"
+
+#include <span>
+#include <utility>
+
+namespace logitless::train_lm {
+
+Head::Head(Communicator& ranks, VocabParallelPlan plan)
+    : ranks_(&ranks),
+      plan_(std::move(plan)),
+      workspace_(plan_.workspace_bytes()),
+      loss_(static_cast<size_t>(plan_.shape().BT)) {}
+
+Result<Head> Head::plan(Communicator& ranks, const Shape& shape, const RowRange& rows,
+                        bool with_gradients, int threads) {
+  VocabParallelTypes types = {.operand = DType::f32, .multiply = DType::bf16};
+  types.grad_input = types.grad_weight = {};
+  if (with_gradients) types.grad_input = types.grad_weight = GradientOutput{.dtype = DType::f32};
+  auto plan =
+      plan_vocab_parallel_linear_cross_entropy(ranks, shape, rows, types, {.threads = threads});
+  if (!plan) return plan.error();
+  return Head(ranks, std::move(plan).value());
+}
+
+Result<double> Head::run(const float* input, const float* weight,
+                         const std::vector<int64_t>& target, double normalizer, float* grad_input,
+                         float* grad_weight, const CancelToken& cancel) {
+  const int64_t BT = plan_.shape().BT, H = plan_.shape().H;
+  double total = 0;
+  LossAndGradientOutputs outputs = {.loss = vector_view(std::span(loss_)), .total = &total};
+  if (plan_.types().grad_input) outputs.grad_input = matrix_view(grad_input, BT, H);
+  if (plan_.types().grad_weight)
+    outputs.grad_weight = matrix_view(grad_weight, plan_.rows().size(), H);
+  const auto done = logitless::run(plan_, *ranks_,
+                                   {.input = matrix_view(input, BT, H),
+                                    .weight = matrix_view(weight, plan_.rows().size(), H),
+                                    .target = vector_view(std::span(target)),
+                                    .rows = {.ignore_index = kIgnored},
+                                    .normalizer = normalizer},
+                                   outputs, workspace_.span(), &cancel);
+  if (!done) return done.error();
+  return total;
+}
+
+}  // namespace logitless::train_lm

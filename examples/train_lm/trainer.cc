@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "examples/train_lm/trainer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "cli/failure.h"
+#include "examples/train_lm/adamw.h"
+
+namespace logitless::train_lm {
+namespace {
+
+// A plan's error is the same on every rank; rank 0 says it.
+template <typename T>
+T take_on(const Communicator& ranks, Result<T> result) {
+  if (result) return std::move(result).value();
+  throw cli::Failure{.exit_code = cli::kExitBadInput,
+                     .message = ranks.rank() == 0 ? result.error().message : ""};
+}
+
+}  // namespace
+
+Batches::Batches(const Options& options, std::vector<int32_t> training)
+    : seed_(options.seed),
+      batch_(options.batch),
+      per_epoch_(static_cast<int64_t>(training.size()) / options.batch),
+      training_(std::move(training)) {}
+
+std::vector<int32_t> Batches::of_step(int64_t step) {
+  const int64_t epoch = (step - 1) / per_epoch_;
+  if (epoch != epoch_) {
+    const RandomNumbers random(seed_, Purpose::order, epoch);
+    std::vector<std::pair<uint64_t, int32_t>> keyed;
+    for (const int32_t position : training_) keyed.emplace_back(random.bits(position), position);
+    std::ranges::sort(keyed);
+    order_.clear();
+    for (const auto& entry : keyed) order_.push_back(entry.second);
+    epoch_ = epoch;
+  }
+  const auto first = order_.begin() + (step - 1) % per_epoch_ * batch_;
+  return {first, first + batch_};
+}
+
+Trainer::Trainer(Communicator& ranks, const Options& options, const Text& text,
+                 const RowRange& rows, int threads)
+    : options_(options),
+      text_(text),
+      split_(split_text(text)),
+      batches_(options, split_.training),
+      model_(options, text.V(), rows),
+      head_(take_on(
+          ranks, Head::plan(ranks, {.BT = options.batch, .V = text.V(), .H = options.hidden}, rows,
+                            true, threads))),
+      held_out_head_(take_on(
+          ranks, Head::plan(ranks, {.BT = options.batch, .V = text.V(), .H = options.hidden}, rows,
+                            false, threads))),
+      grad_input_(static_cast<size_t>(options.batch * options.hidden)) {}
+
+void Trainer::gather(std::span<const int32_t> positions, int64_t rows) {
+  // What is left of the last batch does not count.
+  contexts_.assign(static_cast<size_t>(rows * options_.context), 0);
+  target_.assign(static_cast<size_t>(rows), Head::kIgnored);
+  for (size_t b = 0; b < positions.size(); ++b) {
+    context_of(text_, positions[b], options_.context,
+               contexts_.data() + static_cast<int64_t>(b) * options_.context);
+    target_[b] = text_.words[static_cast<size_t>(positions[b])];
+  }
+}
+
+Result<double> Trainer::step(const CancelToken& cancel) {
+  const int64_t step = steps_done() + 1;
+  gather(batches_.of_step(step), options_.batch);
+  layers_.forward(model_, contexts_, options_.dropout,
+                  RandomNumbers(options_.seed, Purpose::dropout, step));
+  const auto loss = head_.run(layers_.output().data(), model_.head.value.data(), target_,
+                              static_cast<double>(options_.batch), grad_input_.data(),
+                              model_.head.gradient.data(), cancel);
+  if (!loss) return loss.error();
+  layers_.backward(model_, grad_input_);
+  for (Parameter* parameter : model_.parameters()) {
+    update({.decay = options_.decay}, rate_of_step(options_, step), step, *parameter);
+  }
+  losses_.push_back(*loss);
+  return *loss;
+}
+
+Result<double> Trainer::held_out_loss(const CancelToken& cancel) {
+  const std::span<const int32_t> all(split_.held_out);
+  double sum = 0;
+  for (size_t first = 0; first < all.size(); first += static_cast<size_t>(options_.batch)) {
+    gather(all.subspan(first, std::min(all.size() - first, static_cast<size_t>(options_.batch))),
+           options_.batch);
+    layers_.forward(model_, contexts_, 0, RandomNumbers(0, Purpose::dropout));
+    const auto part = held_out_head_.run(layers_.output().data(), model_.head.value.data(), target_,
+                                         static_cast<double>(all.size()), nullptr, nullptr, cancel);
+    if (!part) return part.error();
+    sum += *part;
+  }
+  return sum;
+}
+
+}  // namespace logitless::train_lm

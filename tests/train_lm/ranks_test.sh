@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# ranks_test.sh PROGRAM MPIEXEC: logitless_train_lm on four ranks learns what it learns on one.
+set -euo pipefail
+program=$1
+mpirun=$2
+source "$(dirname "${BASH_SOURCE[0]}")/text.sh"
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+export OMP_NUM_THREADS=1
+small_text 9000 >text
+
+"$mpirun" -n 4 "$program" train "${small[@]}" --steps 60 --split 0,10,10,100,132 --record four.json \
+  --checkpoint four.safetensors text 2>err | tee out
+grep "4, with 10 + 0 + 90 + 32 rows" out >/dev/null || fail "the cut is not the one asked for"
+[[ $(grep -c "^step 50 of 60 " err) == 1 ]] || fail "one rank alone must show the progress"
+"$program" train "${small[@]}" --steps 60 --record one.json --checkpoint one.safetensors --progress none text \
+  >/dev/null
+"$program" compare four.json one.json
+
+# An error is said once, whichever ranks have it.
+if "$mpirun" -n 3 "$program" train "${small[@]}" none >out 2>err; then fail "a missing text is taken"; fi
+[[ $(grep -c "^logitless_train_lm: none: cannot be opened" err) == 1 ]] || {
+  cat err
+  fail "the error must stand once"
+}
