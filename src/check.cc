@@ -485,9 +485,9 @@ Result<void> check_step(const Shape& shape, const StepRows& step, const LossAndG
       [&] { return check_vector("target", in.target, BT, {types.target}, Access::input); },
       [&] { return optional_vector("counts", in.rows.counts, kU8, Access::input); },
       [&] { return optional_vector("token_weights", in.token_weights, kF32, Access::input); },
-      [&] { return check_vector("loss", out.loss, BT, kF32, Access::output); },
       [&] { return optional_vector("logits_max", out.logits_max, kF32, Access::output); },
       [&] { return optional_vector("sum_exp_logits", out.sum_exp_logits, kF32, Access::output); },
+      [&] { return check_vector("loss", out.loss, BT, kF32, Access::output); },
       [&] {
         return optional_vector("predicted_logits", out.predicted_logits, kF32, Access::output);
       },

@@ -39,13 +39,15 @@ class VocabParallel {
  public:
   VocabParallel(const VocabParallelPlanData& plan, Communicator& communicator,
                 const LossAndGradientOperands& in, const LossAndGradientOutputs& out,
-                std::span<std::byte> workspace, const CancelToken* cancel)
+                std::span<std::byte> workspace, const CancelToken* cancel,
+                const MergedStatistics* given = nullptr)
       : p_(plan),
         comm_(communicator),
         in_(in),
         out_(out),
         ws_(workspace),
         cancel_(cancel),
+        given_(given),
         tokens_(in, plan.shape.BT, plan.shape.V) {}
 
   Result<void> run() {
@@ -55,8 +57,12 @@ class VocabParallel {
     } else {
       input_ = in_.input;
     }
-    if (auto ok = forward(); !ok) return ok;
-    write_losses();
+    if (given_ != nullptr) {
+      take_statistics();
+    } else {
+      if (auto ok = forward(); !ok) return ok;
+      write_losses();
+    }
     return p_.gradients() ? backward() : Result<void>();
   }
 
@@ -116,6 +122,7 @@ class VocabParallel {
     }
     const Agreed fields[] = {
         {"plan", p_.id, nullptr},
+        {"statistics", given_ != nullptr ? 1 : 0, presence},
         {"target", targets.value(), nullptr},
         {"ignore_index", in_.rows.ignore_index ? 1 : 0, presence},
         {"ignore_index", in_.rows.ignore_index.value_or(0), integer},
@@ -254,6 +261,24 @@ class VocabParallel {
       if (out_.predicted_logits) set_f32(*out_.predicted_logits, b, predicted[b]);
     }
     if (out_.total != nullptr) *out_.total = total;
+  }
+
+  // In place of a forward: what it would have left for the backward.
+  void take_statistics() const {
+    const int64_t BT = p_.shape.BT;
+    float* max = region<float>(p_.logits_max);
+    float* sum = region<float>(p_.sum_exp_logits);
+    const VectorView masked_target{ws_.data() + p_.masked_target, p_.types.target, BT, 1};
+    const auto outside = [&](int64_t b) {
+      const int64_t target = integer_at(in_.target, b);
+      return !tokens_.counts(b) || target < p_.rows().begin || target >= p_.rows().end;
+    };
+    for (int64_t b = 0; b < BT; ++b) {
+      max[b] = f32_at(given_->logits_max, b);
+      sum[b] = f32_at(given_->sum_exp_logits, b);
+      set_integer(masked_target, b, outside(b) ? 0 : integer_at(in_.target, b) - p_.rows().begin);
+    }
+    write_mask(MaskView{ws_.data() + p_.target_mask, BT}, true, outside);
   }
 
   // ---- backward ---------------------------------------------------------------------------------
@@ -463,7 +488,8 @@ class VocabParallel {
   const LossAndGradientOutputs& out_;
   std::span<std::byte> ws_;
   const CancelToken* cancel_;
-  bool cancellable_ = false;  // some rank was given a token
+  const MergedStatistics* given_;  // null: there is a forward
+  bool cancellable_ = false;       // some rank was given a token
   StepTokens tokens_;
   ConstMatrixView input_;  // [BT, H]
   int64_t active_rows_ = 0;
@@ -477,6 +503,24 @@ Result<void> run(const VocabParallelPlan& plan, Communicator& communicator,
                  std::span<std::byte> workspace, const CancelToken* cancel) {
   const DefaultFloatEnvironment environment;  // losses and weights are not all made in a team
   return VocabParallel(plan.data(), communicator, operands, outputs, workspace, cancel).run();
+}
+
+Result<void> run_gradient(const VocabParallelPlan& plan, Communicator& communicator,
+                          const LossAndGradientOperands& operands,
+                          const MergedStatistics& statistics, const GradientOutputs& outputs,
+                          std::span<std::byte> workspace, const CancelToken* cancel) {
+  const DefaultFloatEnvironment environment;
+  // The statistics are checked like the outputs of a run, and not written; nor is there a loss.
+  const auto read = [](const ConstVectorView& v) {
+    return VectorView{const_cast<void*>(v.data), v.dtype, v.size, v.stride};
+  };
+  const LossAndGradientOutputs step{.loss = read(statistics.logits_max),
+                                    .logits_max = read(statistics.logits_max),
+                                    .sum_exp_logits = read(statistics.sum_exp_logits),
+                                    .grad_input = outputs.grad_input,
+                                    .grad_weight = outputs.grad_weight};
+  return VocabParallel(plan.data(), communicator, operands, step, workspace, cancel, &statistics)
+      .run();
 }
 
 }  // namespace LOGITLESS_ABI_NAMESPACE

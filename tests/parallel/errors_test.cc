@@ -299,6 +299,40 @@ TEST(VocabParallelErrors, AnotherPlanOrCommunicator) {
   });
 }
 
+TEST(VocabParallelErrors, ABackwardApart) {
+  run_ranks(kRanks, [&](Communicator& communicator) {
+    const ShardedStep s = ordinary();
+    const int rank = communicator.rank();
+    const RowRange rows = s.cover[static_cast<size_t>(rank)];
+    const auto plan = plan_vocab_parallel_linear_cross_entropy(communicator, s.step.shape, rows,
+                                                               s.types(), s.options);
+    ASSERT_TRUE(plan);
+    TestTensor loss = TestTensor::vector(DType::f32, 20);
+    TestTensor short_sum = TestTensor::vector(DType::f32, 19);
+    TestTensor grad_input = TestTensor::matrix(DType::bf16, 20, 16);
+    TestTensor grad_weight = TestTensor::matrix(DType::bf16, rows.size(), 16);
+    LossAndGradientOperands in = s.step.operands();
+    in.weight.rows = rows.size();
+    const GradientOutputs out{grad_input.matrix_view(), grad_weight.matrix_view()};
+    const auto workspace = guarded_workspace(plan->workspace_bytes());
+    const auto expect = [&](const Result<void>& ran, const std::string& message) {
+      ASSERT_FALSE(ran);
+      EXPECT_EQ(ran.error().message, message);
+      EXPECT_TRUE(loss.untouched() && grad_input.untouched() && grad_weight.untouched());
+    };
+    const MergedStatistics fine{loss.vector_view(), loss.vector_view()};
+    const MergedStatistics bad{loss.vector_view(), short_sum.vector_view()};
+    expect(run_gradient(*plan, communicator, in, rank == 1 ? bad : fine, out, workspace),
+           "rank 1: sum_exp_logits: size is 19, must be BT = 20");
+    // One rank is in its forward still.
+    const LossAndGradientOutputs step{
+        .loss = loss.vector_view(), .grad_input = out.grad_input, .grad_weight = out.grad_weight};
+    expect(rank == 2 ? run(*plan, communicator, in, step, workspace)
+                     : run_gradient(*plan, communicator, in, fine, out, workspace),
+           "statistics: ranks 0 and 2 were given one and none, must be the same");
+  });
+}
+
 TEST(VocabParallelErrors, ACancelledRankCancelsAll) {
   // Before it begins, on any rank.
   for (int cancelled = 0; cancelled < kRanks; ++cancelled) {

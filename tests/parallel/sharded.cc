@@ -92,6 +92,50 @@ void join_rows(Communicator& communicator, const char* name, const TestTensor& m
   }
 }
 
+// The weight of each token in the total, as the gradient operators get it.
+std::vector<float> token_gradients(const StepCase& step) {
+  const LossAndGradientOperands operands = step.operands();
+  const int64_t BT = step.shape.BT;
+  int64_t counting = 0;
+  for (int64_t b = 0; b < BT; ++b) counting += step.row_counts(b) ? 1 : 0;
+  const bool plain = !operands.token_weights && counting > 0;
+  const double normalizer =
+      operands.normalizer.value_or(plain ? static_cast<double>(counting) : 1.0);
+  std::vector<float> gradients(static_cast<size_t>(BT));
+  for (int64_t b = 0; b < BT; ++b) {
+    double weight = 1;
+    if (const auto& given = operands.token_weights) {
+      weight = double{static_cast<const float*>(given->data)[b * given->stride]};
+    }
+    gradients[static_cast<size_t>(b)] = static_cast<float>(weight / normalizer);
+  }
+  return gradients;
+}
+
+// a, whose gradients come from a call of their own.
+Result<void> run_apart(Communicator& communicator, const ShardedStep& c,
+                       const VocabParallelPlan& plan, const RankArguments& a) {
+  VocabParallelTypes types = c.types();
+  types.grad_input = types.grad_weight = std::nullopt;
+  const auto forward = plan_vocab_parallel_linear_cross_entropy(communicator, c.step.shape,
+                                                                plan.rows(), types, c.options);
+  if (!forward) return forward.error();
+  LossAndGradientOutputs outputs = a.outputs;
+  outputs.grad_input = outputs.grad_weight = std::nullopt;
+  if (auto ok = run(*forward, communicator, a.operands, outputs,
+                    guarded_workspace(forward->workspace_bytes()), a.cancel);
+      !ok) {
+    return ok;
+  }
+  const std::vector<float> gradients = token_gradients(c.step);
+  LossAndGradientOperands operands = a.operands;
+  operands.token_weights = vector_view(std::span(gradients));
+  operands.normalizer = 1.0;
+  return run_gradient(plan, communicator, operands, {*outputs.logits_max, *outputs.sum_exp_logits},
+                      {a.outputs.grad_input, a.outputs.grad_weight},
+                      guarded_workspace(plan.workspace_bytes()), a.cancel);
+}
+
 }  // namespace
 
 VocabParallelTypes ShardedStep::types() const {
@@ -178,7 +222,8 @@ RankResult run_rank(Communicator& communicator, const ShardedStep& c,
   }
   a.workspace = guarded_workspace(plan->workspace_bytes());
   if (change) change(a);
-  r.result = run(*plan, communicator, a.operands, a.outputs, a.workspace, a.cancel);
+  r.result = c.apart ? run_apart(communicator, c, *plan, a)
+                     : run(*plan, communicator, a.operands, a.outputs, a.workspace, a.cancel);
   EXPECT_EQ(r.step.gradients.damage() + r.step.loss.damage() + r.step.logits_max.damage() +
                 r.step.sum_exp_logits.damage() + r.step.predicted_logits.damage(),
             "");

@@ -22,6 +22,7 @@ struct ShardedStep {
   TokenRows grad_input_rows = TokenRows::all;
   int64_t chunk_tokens = 0;
   bool agree_in_run = true;
+  bool apart = false;  // run without gradients, then run_gradient
   PlanOptions options = {.threads = 1};
 
   VocabParallelTypes types() const;

@@ -50,6 +50,19 @@ TEST_P(VocabParallel, EveryOptionCounts) {
   }
 }
 
+// A forward and then a gradient have the bits of both in one call.
+TEST_P(VocabParallel, TheBackwardApartHasTheSameBits) {
+  for (const auto& scenarios : {cover_scenarios, edge_scenarios, option_scenarios}) {
+    std::vector<Scenario> all = scenarios(GetParam());
+    for (Scenario& s : all) {
+      SCOPED_TRACE(s.name);
+      const auto together = run_scenario(GetParam(), s.step);
+      s.step.apart = true;
+      EXPECT_EQ(run_scenario(GetParam(), s.step), together);
+    }
+  }
+}
+
 TEST_P(VocabParallel, EveryInstructionSet) {
   const int ranks = GetParam();
   for (const Isa isa : usable_isas()) {

@@ -97,5 +97,21 @@ LOGITLESS_API Result<void> run(const VocabParallelPlan& plan, Communicator& comm
                                const LossAndGradientOutputs& outputs,
                                std::span<std::byte> workspace, const CancelToken* cancel = nullptr);
 
+// What a run said of all tokens (LossAndGradientOutputs): the same bits on every rank.
+struct MergedStatistics {
+  ConstVectorView logits_max;      // [BT] f32
+  ConstVectorView sum_exp_logits;  // [BT] f32
+};
+
+// The backward apart, for losses whose weights are known only after the forward: run a plan without
+// gradients, then this one with the statistics that it gave. operands.token_weights are then the
+// gradients of the loss with respect to each token's. Bits and errors are those of run.
+LOGITLESS_API Result<void> run_gradient(const VocabParallelPlan& plan, Communicator& communicator,
+                                        const LossAndGradientOperands& operands,
+                                        const MergedStatistics& statistics,
+                                        const GradientOutputs& outputs,
+                                        std::span<std::byte> workspace,
+                                        const CancelToken* cancel = nullptr);
+
 }  // namespace LOGITLESS_ABI_NAMESPACE
 }  // namespace logitless
