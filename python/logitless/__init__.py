@@ -4,6 +4,7 @@
     logitless.linear_cross_entropy     torch: the loss of a language model's head, and its gradients
     logitless.LinearCrossEntropyLoss   the same as a module
     logitless.numpy                    the operators on arrays, without torch
+    logitless.parallel                 a vocabulary split over ranks: torch.distributed, mpi4py
     logitless.torch_npu                the three torch_npu functions, on any CPU
     logitless.hf                       Hugging Face models and trainers
     logitless.reference                the definition, in float64
@@ -40,7 +41,7 @@ __all__ = [
 _suggest_openmp()
 
 _IN_TORCH = ("linear_cross_entropy", "LinearCrossEntropyLoss")
-_MODULES = ("hf", "numpy", "reference", "torch", "torch_npu")
+_MODULES = ("hf", "numpy", "parallel", "reference", "torch", "torch_npu")
 
 
 def __getattr__(name: str) -> Any:

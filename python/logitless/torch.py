@@ -170,7 +170,17 @@ def _fitting_mode(
 
 
 def _check_tensors(input: Tensor, linear_weight: Tensor, target: Tensor) -> None:
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("target", target)):
+    _check_kinds(input, linear_weight, target, "linear_weight")
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"target: shape is {list(target.shape)}, must be input's without its last dimension: "
+            f"{list(input.shape[:-1])}"
+        )
+
+
+def _check_kinds(input: Tensor, weight: Tensor, target: Tensor, weight_name: str) -> None:
+    """All but how many tokens there are."""
+    for name, tensor in (("input", input), (weight_name, weight), ("target", target)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}, must be a torch.Tensor")
         if tensor.device.type not in ("cpu", "meta"):
@@ -186,35 +196,32 @@ def _check_tensors(input: Tensor, linear_weight: Tensor, target: Tensor) -> None
                 f"{name} is a DTensor, must be a plain tensor: call this inside the module that "
                 "FSDP gathers (make the loss part of it), or pass tensor.full_tensor()"
             )
-    if not input.device.type == linear_weight.device.type == target.device.type:
+    if not input.device.type == weight.device.type == target.device.type:
         raise ValueError(
-            f"input is on {input.device}, linear_weight on {linear_weight.device} and target on "
+            f"input is on {input.device}, {weight_name} on {weight.device} and target on "
             f"{target.device}, must all be on the CPU (meta tensors have no values)"
         )
     if input.dim() == 0:
         raise ValueError("input: shape is [], must be [..., H]")
-    if linear_weight.dim() != 2:
-        raise ValueError(f"linear_weight: shape is {list(linear_weight.shape)}, must be [V, H]")
-    if input.shape[-1] != linear_weight.shape[1]:
+    if weight.dim() != 2:
+        raise ValueError(f"{weight_name}: shape is {list(weight.shape)}, must be [V, H]")
+    if input.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"linear_weight: shape is {list(linear_weight.shape)}, must be [V, H] with H = "
+            f"{weight_name}: shape is {list(weight.shape)}, must be [V, H] with H = "
             f"{input.shape[-1]}, the last dimension of input {list(input.shape)}"
-        )
-    if target.shape != input.shape[:-1]:
-        raise ValueError(
-            f"target: shape is {list(target.shape)}, must be input's without its last dimension: "
-            f"{list(input.shape[:-1])}"
         )
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"target: dtype is {_name(target.dtype)}, must be int64 or int32")
-    for name, tensor in (("input", input), ("linear_weight", linear_weight)):
+    for name, tensor in (("input", input), (weight_name, weight)):
         if tensor.dtype not in _OPERANDS:
             raise TypeError(
                 f"{name}: dtype is {_name(tensor.dtype)}, must be bfloat16, float16 or float32"
             )
 
 
-def _operands(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor, bool]:
+def _operands(
+    input: Tensor, linear_weight: Tensor, weight_name: str = "linear_weight"
+) -> tuple[Tensor, Tensor, bool]:
     """The operands of one type, and whether float32 ones are multiplied as bfloat16."""
     if torch.is_autocast_enabled("cpu"):
         autocast = torch.get_autocast_dtype("cpu")
@@ -227,7 +234,7 @@ def _operands(input: Tensor, linear_weight: Tensor) -> tuple[Tensor, Tensor, boo
             return input.to(autocast), linear_weight.to(autocast), False
     if input.dtype is not linear_weight.dtype:
         raise TypeError(
-            f"input is {_name(input.dtype)} and linear_weight is {_name(linear_weight.dtype)}, must "
+            f"input is {_name(input.dtype)} and {weight_name} is {_name(linear_weight.dtype)}, must "
             'be the same without autocast (torch.autocast("cpu", dtype=torch.bfloat16) multiplies '
             "float32 parameters as bfloat16)"
         )
@@ -290,16 +297,7 @@ def _with_main_grad(
             'mode is "one_pass" with main_grad, must be "recompute", "store_softmax" or "auto": what '
             "is added to main_grad is known in the backward only"
         )
-    main = getattr(linear_weight, "main_grad", None)
-    if not isinstance(main, Tensor):
-        raise ValueError(
-            "linear_weight.main_grad is missing, must be a float32 tensor of linear_weight's shape"
-        )
-    if main.dtype is not torch.float32 or main.shape != linear_weight.shape:
-        raise ValueError(
-            f"linear_weight.main_grad is {_name(main.dtype)} {list(main.shape)}, must be float32 "
-            f"{list(linear_weight.shape)}"
-        )
+    _check_main_grad(linear_weight, "linear_weight")
     mode = STORE_SOFTMAX if mode == STORE_SOFTMAX else RECOMPUTE
     total, loss, logsumexp = _MainGrad.apply(
         input, linear_weight, target, None if reduction == "none" else token_weights, normalizer,
@@ -312,6 +310,19 @@ def _with_main_grad(
             loss = loss / normalizer.to(loss.dtype)
         total = loss.reshape(shape)
     return (total, logsumexp.reshape(shape)) if return_logsumexp else total
+
+
+def _check_main_grad(weight: Tensor, name: str) -> None:
+    main = getattr(weight, "main_grad", None)
+    if not isinstance(main, Tensor):
+        raise ValueError(
+            f"{name}.main_grad is missing, must be a float32 tensor of {name}'s shape"
+        )
+    if main.dtype is not torch.float32 or main.shape != weight.shape:
+        raise ValueError(
+            f"{name}.main_grad is {_name(main.dtype)} {list(main.shape)}, must be float32 "
+            f"{list(weight.shape)}"
+        )
 
 
 class _MainGrad(torch.autograd.Function):

@@ -15,9 +15,14 @@ namespace {
 // Read by the handler, on whichever thread the signal arrives.
 std::atomic<CancelToken*> running{nullptr};
 std::atomic<void (*)(int)> python_handler{nullptr};
+std::atomic<bool> first_is_ours{false};
 
 void on_interrupt(int signal_number) {
-  if (CancelToken* token = running.load()) token->cancel();
+  if (CancelToken* token = running.load()) {
+    const bool first = !token->cancelled();
+    token->cancel();
+    if (first && first_is_ours.load()) return;
+  }
   if (auto* handler = python_handler.load()) handler(signal_number);
 }
 
@@ -30,13 +35,14 @@ bool python_raises() {
 
 }  // namespace
 
-Interrupt::Interrupt(bool worthwhile) {
+Interrupt::Interrupt(bool worthwhile, bool calls_python) {
   if (!worthwhile || !is_main_thread() || !python_raises()) return;
   if (sigaction(SIGINT, nullptr, &previous_) != 0 || (previous_.sa_flags & SA_SIGINFO) != 0 ||
       previous_.sa_handler == SIG_DFL || previous_.sa_handler == SIG_IGN) {
     return;
   }
   python_handler.store(previous_.sa_handler);
+  first_is_ours.store(calls_python);
   running.store(&token_);
   struct sigaction ours = previous_;
   ours.sa_handler = on_interrupt;

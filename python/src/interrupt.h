@@ -13,12 +13,16 @@ namespace logitless::python {
 // handler the call ends first and the handler runs then.
 class Interrupt {
  public:
-  explicit Interrupt(bool worthwhile);  // with the GIL
+  // With the GIL. calls_python: the call runs Python on its way, where a pending KeyboardInterrupt
+  // would break off what other ranks wait for; Python hears of the first Ctrl-C when it has ended
+  // (raise_if_interrupted), of a second one at once.
+  explicit Interrupt(bool worthwhile, bool calls_python = false);
   ~Interrupt();
   Interrupt(const Interrupt&) = delete;
   Interrupt& operator=(const Interrupt&) = delete;
 
   const CancelToken* token() const { return &token_; }
+  bool armed() const { return armed_; }
   // With the GIL, after the call: throws Python's exception if there was a Ctrl-C.
   void raise_if_interrupted();
 

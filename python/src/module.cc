@@ -3,155 +3,23 @@
 // pairs, the core's sentences as Python's exceptions. Everything else is Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <map>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "binding.h"
 #include "interrupt.h"
-#include "logitless/logitless.h"
 #include "openmp.h"
+#include "parallel.h"
 #include "workspace.h"
 
 namespace nb = nanobind;
 
 namespace logitless::python {
 namespace {
-
-// ---- arrays -------------------------------------------------------------------------------------
-
-// Strides in elements. DType as its number.
-using Vector = std::tuple<uintptr_t, int, int64_t, int64_t>;  // address, dtype, size, stride
-using Matrix = std::tuple<uintptr_t, int, int64_t, int64_t, int64_t, int64_t>;
-using Mask = std::tuple<uintptr_t, int64_t, bool, int64_t>;  // address, tokens, packed, stride
-
-VectorView view(const Vector& v) {
-  return {reinterpret_cast<void*>(std::get<0>(v)), static_cast<DType>(std::get<1>(v)),
-          std::get<2>(v), std::get<3>(v)};
-}
-MatrixView view(const Matrix& m) {
-  return {reinterpret_cast<void*>(std::get<0>(m)),
-          static_cast<DType>(std::get<1>(m)),
-          std::get<2>(m),
-          std::get<3>(m),
-          std::get<4>(m),
-          std::get<5>(m)};
-}
-MaskView view(const Mask& m) {
-  return {reinterpret_cast<void*>(std::get<0>(m)), std::get<1>(m),
-          std::get<2>(m) ? MaskLayout::packed_lsb_first : MaskLayout::byte_per_token,
-          std::get<3>(m)};
-}
-template <class View, class Array>
-std::optional<View> optional_view(const std::optional<Array>& array) {
-  if (!array) return {};
-  return View(view(*array));
-}
-
-std::optional<DType> optional_dtype(const std::optional<int>& dtype) {
-  if (!dtype) return {};
-  return static_cast<DType>(*dtype);
-}
-
-int64_t integer_at(const ConstVectorView& v, int64_t i) {
-  return v.dtype == DType::i32 ? static_cast<const int32_t*>(v.data)[i * v.stride]
-                               : static_cast<const int64_t*>(v.data)[i * v.stride];
-}
-float float_at(const ConstVectorView& v, int64_t i) {
-  return static_cast<const float*>(v.data)[i * v.stride];
-}
-
-// ---- errors -------------------------------------------------------------------------------------
-
-[[noreturn]] void raise(const Error& error) {
-  const char* const text = error.message.c_str();
-  switch (error.kind) {
-    case ErrorKind::invalid_data:
-      throw nb::index_error(text);
-    case ErrorKind::wrong_type:
-      throw nb::type_error(text);
-    case ErrorKind::cancelled:
-      PyErr_SetString(PyExc_KeyboardInterrupt, text);
-      throw nb::python_error();
-    case ErrorKind::invalid_argument:
-    case ErrorKind::workspace_too_small:
-    case ErrorKind::limit_too_small:
-    case ErrorKind::isa_unusable:
-    case ErrorKind::communication:
-      throw nb::value_error(text);
-  }
-  throw nb::value_error(text);
-}
-
-template <class T>
-T take(Result<T> result) {
-  if (!result) raise(result.error());
-  if constexpr (!std::is_void_v<T>) return std::move(result).value();
-}
-
-// ---- plans --------------------------------------------------------------------------------------
-
-// What every call takes: threads (0 = the default, else at most so many), an ISA's name or "", the
-// workspace's limit or 0.
-using Options = std::tuple<int, std::string, int64_t>;
-
-// Making a plan costs more than running a tiny one, so each thread keeps those it made. A key is
-// everything that a plan is a function of.
-template <class Plan>
-class PlanCache {
- public:
-  using Key = std::array<int64_t, 20>;
-
-  template <class Make>
-  Plan get(Key key, const Options& options, const Make& make) {
-    PlanOptions plan_options;
-    plan_options.workspace_limit_bytes = std::get<2>(options);
-    plan_options.isa =
-        take(std::get<1>(options).empty() ? default_isa() : parse_isa(std::get<1>(options)));
-    const int wanted = std::get<0>(options);
-    const int usual = default_threads();
-    key[16] = static_cast<int64_t>(*plan_options.isa);
-    key[17] = plan_options.workspace_limit_bytes;
-    key[18] = wanted;
-    key[19] = usual;
-    if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
-    Plan plan = take(make(plan_options));
-    // A plan that takes fewer threads than usual does so because the problem is tiny.
-    if (wanted != 0 && plan.threads() != wanted &&
-        (plan.threads() > wanted || plan.threads() == usual)) {
-      plan_options.threads = wanted;
-      plan = take(make(plan_options));
-    }
-    if (plans_.size() >= 256) plans_.clear();
-    plans_.emplace(key, plan);
-    return plan;
-  }
-
- private:
-  std::map<Key, Plan> plans_;
-};
-
-template <class Plan>
-PlanCache<Plan>& cache() {
-  thread_local PlanCache<Plan> plans;
-  return plans;
-}
-
-int64_t code(const std::optional<DType>& dtype) {
-  return dtype ? static_cast<int64_t>(*dtype) : -1;
-}
-int64_t code(const std::optional<GradientOutput>& output) {
-  return output ? static_cast<int64_t>(output->dtype) + (output->accumulate ? 100 : 0) : -1;
-}
 
 ForwardPlan forward_plan(const Shape& s, const ForwardTypes& t, const Options& options) {
   return cache<ForwardPlan>().get(
@@ -193,12 +61,6 @@ double size_of_problem(const Shape& s) {
 }
 Shape shape_of(const MatrixView& input, const MatrixView& weight) {
   return {.BT = input.rows, .V = weight.rows, .H = input.cols};
-}
-
-std::optional<GradientOutput> output_type(const std::optional<Matrix>& matrix, bool accumulate) {
-  if (!matrix) return {};
-  return GradientOutput{.dtype = static_cast<DType>(std::get<1>(*matrix)),
-                        .accumulate = accumulate};
 }
 
 // ---- operators ----------------------------------------------------------------------------------
@@ -594,6 +456,8 @@ NB_MODULE(_core, m) {
     const nb::gil_scoped_release without_gil;
     return take(measure_peak_flops(level, static_cast<DType>(dtype), threads, seconds));
   });
+
+  bind_parallel(m);
 
   m.def("suggest_openmp", &suggest_openmp);
   m.def("openmp_path", &openmp_path);
