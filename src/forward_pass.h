@@ -21,6 +21,7 @@
 #include <limits>
 
 #include "cpu/constants.h"
+#include "few_tokens.h"
 #include "logitless/forward.h"
 #include "plan.h"
 #include "team.h"
@@ -123,7 +124,7 @@ class ForwardPass {
   }
 
   void one_block(const Team& team, int64_t rows) {
-    if (p_.stream_width > 0) return stream_block(team, rows);
+    if (p_.few) return stream_block(team, rows);
     const Panels panels(rows, p_.panel_rows);
     const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
     const RowSelection input{in_.input, region<int64_t>(p_.row_index)};
@@ -201,13 +202,8 @@ class ForwardPass {
       }
     }
     for (int64_t i = 0; i < group; ++i) {
-      std::byte* held = nullptr;
-      if (p_.held) {
-        held = region<std::byte>(p_.held_tiles) +
-               ((panel0 + i) * p_.vocab_panels() + v0 / g_.nr) * p_.held_tile_bytes();
-      }
       statistics(panels.begin(panel0 + i), panels.size(panel0 + i), tiles + i * panel_stride,
-                 tile_floats, v0, columns, partial(s0, s), held);
+                 tile_floats, v0, columns, partial(s0, s), held_tile(panel0 + i, v0));
     }
   }
 
@@ -215,7 +211,7 @@ class ForwardPass {
   void stream_block(const Team& team, int64_t rows) {
     if (team.rank() == 0) {
       pack_row_panel(p_.target, {in_.input, region<int64_t>(p_.row_index)}, 0,
-                     static_cast<int>(rows), p_.stream_width, region<float>(p_.input_panels));
+                     static_cast<int>(rows), p_.few.width, region<float>(p_.input_panels));
     }
     team.barrier();
     const int64_t segments = ceil_div(p_.shape.V, cpu::kSegmentColumns);
@@ -229,64 +225,26 @@ class ForwardPass {
   }
 
   void stream_segment(const Team& team, int rows, int64_t s) {
-    const int width = p_.stream_width;
-    const int64_t tile_floats = int64_t{width} * g_.nr;
+    const int64_t tile_floats = int64_t{p_.few.width} * g_.nr;
     const int64_t v0 = s * cpu::kSegmentColumns;
     const int columns = static_cast<int>(std::min<int64_t>(cpu::kSegmentColumns, p_.shape.V - v0));
-    std::byte* own = region<std::byte>(p_.tiles + team.rank() * p_.tiles_stride);
-    auto* tiles = reinterpret_cast<float*>(own);  // [panel][token][nr]
-    if (p_.vocab_in_lanes()) {
-      stream_rows(v0, columns, g_.nr,
-                  [&](const void* const* group, int count, int64_t k0, int64_t k, int first) {
-                    g_.stream_vocab(p_.target.source, group, count, k, tokens(k0), width,
-                                    tiles + int64_t{first} * width, k0 > 0);
-                  });
-    } else {
-      float* logits = tiles + int64_t{cpu::kSegmentColumns} * width;  // [column][token]
-      stream_rows(v0, columns, g_.stream_rows[width / g_.lanes - 1],
-                  [&](const void* const* group, int count, int64_t k0, int64_t k, int first) {
-                    g_.stream_tokens(p_.target.source, group, count, k, tokens(k0), width,
-                                     logits + int64_t{first} * width, k0 > 0, own + p_.staged);
-                  });
-      // Transposed in squares, as the statistics of larger batches see them: the same bits.
-      for (int v = 0; v < columns; v += g_.nr) {
-        k_.transpose(logits + int64_t{v} * width, g_.nr, width, tiles + v / g_.nr * tile_floats,
-                     g_.nr);
-      }
+    float* tiles = few_logits(p_.target, p_.few, in_.weight, region<float>(p_.input_panels), v0,
+                              columns, region<std::byte>(p_.tiles + team.rank() * p_.tiles_stride));
+    const int64_t part = s * p_.token_block;
+    if (!p_.held) return statistics(0, rows, tiles, tile_floats, v0, columns, part, nullptr);
+    const Panels panels(rows, p_.panel_rows);
+    for (int64_t i = 0; i < panels.count; ++i) {
+      const int64_t row0 = panels.begin(i);
+      statistics(row0, panels.size(i), tiles + row0 * g_.nr, tile_floats, v0, columns, part,
+                 held_tile(i, v0));
     }
-    statistics(0, rows, tiles, tile_floats, v0, columns, s * p_.token_block, nullptr);
   }
 
-  // Units of the tokens' panel from the element k0 on.
-  const float* tokens(int64_t k0) const {
-    return region<float>(p_.input_panels) + k0 / g_.k_unit * p_.stream_width;
-  }
-
-  // The `count` vocabulary rows from v on, at most a segment, in groups of `group`: those beyond
-  // repeat the last one. multiply(rows, number, k0, k, first): of `number` rows that begin `first`
-  // after v, the k elements from k0 on.
-  template <class Multiply>
-  void stream_rows(int64_t v, int count, int group, Multiply multiply) const {
-    const ConstMatrixView& m = in_.weight;
-    const void* rows[cpu::kSegmentColumns];
-    if (m.col_stride == 1 || m.cols <= 1) {
-      const auto number = static_cast<int>(round_up(count, group));
-      for (int i = 0; i < number; ++i) rows[i] = at(m, v + std::min(i, count - 1), 0);
-      multiply(rows, number, 0, m.cols, 0);
-      return;
-    }
-    constexpr int kMaxGroup = 32;
-    constexpr int64_t kBlock = 128;  // even: a pair never straddles two blocks
-    alignas(64) std::byte gathered[kMaxGroup][kBlock * 4];
-    for (int first = 0; first < count; first += group) {
-      const int present = std::min(group, count - first);
-      for (int i = 0; i < group; ++i) rows[i] = gathered[std::min(i, present - 1)];
-      for (int64_t k0 = 0; k0 < m.cols; k0 += kBlock) {
-        const int64_t k = std::min(kBlock, m.cols - k0);
-        for (int i = 0; i < present; ++i) gather(m, v + first + i, k0, k, gathered[i]);
-        multiply(rows, group, k0, k, first);
-      }
-    }
+  // Where the exponentials of a token panel are kept, from column v0 on.
+  std::byte* held_tile(int64_t panel, int64_t v0) const {
+    if (!p_.held) return nullptr;
+    return region<std::byte>(p_.held_tiles) +
+           (panel * p_.vocab_panels() + v0 / g_.nr) * p_.held_tile_bytes();
   }
 
   // One segment of some rows: tiles of its panels, `tile_floats` apart, become statistics.

@@ -14,6 +14,11 @@
 // L1, right after exp. The price: grad_weight comes out as tiles [H][V] and is transposed once, on
 // its way to memory.
 //
+// Where the packed input fits the caches, it goes another way (own_panels_cell): each thread takes
+// vocabulary panels of its own, packs weight for itself alone, and makes its rows of grad_weight as
+// they lie in memory. Nothing of weight passes through the outer caches twice, and no tile is
+// turned.
+//
 // Every element of an output is one running sum in ascending k, from chunk to chunk, whichever loop
 // is outside: schedules, chunks and threads leave no trace in the bits.
 #pragma once
@@ -24,6 +29,7 @@
 #include <string>
 
 #include "cpu/constants.h"
+#include "few_tokens.h"
 #include "logitless/gradient.h"
 #include "plan.h"
 #include "team.h"
@@ -131,6 +137,7 @@ class GradientPass {
 
   // False when the call is to be left.
   bool one_cell(const Team& team, int64_t vocab_index, Cell& cell) {
+    if (p_.own_panels) return own_panels_cell(team, vocab_index, cell);
     if (vocab_index != cell.vocab_index) take_vocabulary(team, vocab_index, cell);
     team.barrier();
     make_grad_logits(team, cell);
@@ -176,6 +183,7 @@ class GradientPass {
   }
 
   void pack_tokens(const Team& team, const Cell& cell) {
+    if (p_.own_panels) return pack_own_tokens(team, cell);
     const RowSelection input{in_.input, region<int64_t>(p_.row_index)};
     if (recompute()) {
       const Panels panels(cell.tokens, g_.mr);
@@ -314,13 +322,17 @@ class GradientPass {
     }
   }
 
-  void make_grad_logits(const Team& team, const Cell& cell) {
-    const Panels panels(cell.tokens, g_.mr);
-    const cpu::GradTileOptions options{
+  cpu::GradTileOptions tile_options() const {
+    return {
         .has_grad_lse = in_.grad_logsumexp.has_value(),
         .round_logits_to = p_.target.multiply,
         .round_to_f16 = p_.target.multiply == DType::f16,
     };
+  }
+
+  void make_grad_logits(const Team& team, const Cell& cell) {
+    const Panels panels(cell.tokens, g_.mr);
+    const cpu::GradTileOptions options = tile_options();
     float* tile = scratch(team);
     // Given or held, they are read along their rows.
     const int64_t group = recompute() ? group_of(h_units_ * g_.mr * 4) : 1;
@@ -369,18 +381,22 @@ class GradientPass {
         from.source = cpu::GradSource::softmax;
         softmax_rows(region<int64_t>(p_.row_index) + row0, v0, tile, from, values);
         break;
-      case SoftmaxSource::held: {
-        const std::byte* held =
-            held_.tiles + (a * held_.vocab_panels + v0 / g_.nr) * held_.tile_bytes;
-        for (int r = 0; r < rows; ++r) values[r] = held + r * g_.nr * size_of(held_.type);
-        from.source = cpu::GradSource::held;
-        from.type = held_.type;
-        from.factors = held_.factors + v0 / cpu::kSegmentColumns * held_.factor_stride + row0;
+      case SoftmaxSource::held:
+        held_rows(a, row0, from, values);
         break;
-      }
     }
     g_.grad_panels(from, region<cpu::GradRow>(p_.row_params) + row0, options,
                    in_grad_rows(cell, a, b), in_grad_cols(cell, row0, b));
+  }
+
+  // Rows of exponentials that the forward kept, of token panel a.
+  void held_rows(int64_t a, int64_t row0, cpu::GradTile& from, const void** values) const {
+    const std::byte* held =
+        held_.tiles + (a * held_.vocab_panels + from.v0 / g_.nr) * held_.tile_bytes;
+    for (int r = 0; r < from.count; ++r) values[r] = held + r * g_.nr * size_of(held_.type);
+    from.source = cpu::GradSource::held;
+    from.type = held_.type;
+    from.factors = held_.factors + from.v0 / cpu::kSegmentColumns * held_.factor_stride + row0;
   }
 
   // Rows of the softmax that was given, as they lie; copied only where their columns are apart.
@@ -420,11 +436,10 @@ class GradientPass {
   };
 
   // One output tile: its running sum comes from where it lives, k goes on, and back it goes.
-  // load and store move a tile between the output and `c`.
-  template <class Load, class Store>
-  void add_tile(const Step& step, float* c, int64_t next_tile, int rows, const float* a,
-                const float* b, int64_t k_units, const cpu::Ahead& ahead, const Load& load,
-                const Store& store) {
+  // load and store move a tile between the output and `c`; multiply(resume) adds to it.
+  template <class Multiply, class Load, class Store>
+  void add_tile(const Step& step, float* c, int64_t next_tile, const Multiply& multiply,
+                const Load& load, const Store& store) {
     const bool in_output = step.accumulator != Accumulator::workspace;
     const bool resume = step.first ? step.output.accumulate : true;
     if (!in_output && !step.first) {
@@ -433,7 +448,7 @@ class GradientPass {
       for (int64_t i = 0; i < int64_t{g_.mr} * g_.nr * 4; i += 64) __builtin_prefetch(next + i, 1);
     }
     if (resume && (step.first || in_output)) load(c);
-    g_.tile(rows, a, b, k_units, c, resume, ahead);
+    multiply(resume);
     if (step.last || in_output) store(c);
   }
 
@@ -472,8 +487,12 @@ class GradientPass {
                          ? step.tiles + (base + b * panels.count + a) * tile_floats
                          : scratch(team);
           add_tile(
-              step, c, tile_floats, Panels::tile_rows(rows), a_panels + a * units * g_.mr,
-              b_panels + b * units * g_.nr, units, ahead(next, a_panels, b_panels, units),
+              step, c, tile_floats,
+              [&](bool resume) {
+                g_.tile(Panels::tile_rows(rows), a_panels + a * units * g_.mr,
+                        b_panels + b * units * g_.nr, units, c, resume,
+                        ahead(next, a_panels, b_panels, units));
+              },
               [&](float* tile) {
                 for (int64_t v = 0; v < columns; ++v) {
                   load_row(k_, *out_.grad_weight, v0 + v, h0, rows, transposed + v * wide);
@@ -526,20 +545,48 @@ class GradientPass {
     const int64_t* index = region<int64_t>(p_.row_index);
     const float* a_panels = region<float>(p_.grad_rows);
     const float* b_panels = region<float>(p_.weight_cols);
+    const bool own_panels = p_.own_panels;
+    float* own_panel = own<float>(team, p_.weight_cols);
+    int64_t own_index = -1;  // the B panel in it
+    const bool plain = in_.weight.col_stride == 1 && cell.columns % g_.k_unit == 0;
+    const void** weight = own<const void*>(team, p_.weight_pointers);
+    for (int64_t v = 0; own_panels && plain && v < cell.columns; ++v) {
+      weight[v] = at(in_.weight, cell.v0 + v, 0);
+    }
+    const int64_t element = size_of(in_.weight.dtype);
     for_tiles(
         team.part_from_end(panels.count * h_panels), panels.count, h_panels,
-        group_of(units * g_.mr * 4), [&](int64_t a, int64_t b, const Next& next) {
+        own_panels ? panels.count : group_of(units * g_.mr * 4),
+        [&](int64_t a, int64_t b, const Next& next) {
           const int64_t row0 = panels.begin(a);
           const int rows = panels.size(a);
           const int64_t h0 = b * g_.nr;
           const int64_t columns = std::min<int64_t>(g_.nr, p_.shape.H - h0);
+          const bool packs = own_panels && own_index != b;
+          own_index = b;
+          const bool as_it_multiplies = packs && plain && columns == g_.nr;
+          if (packs && !as_it_multiplies) {
+            pack_weight_columns(cell, h0, static_cast<int>(columns), own_panel);
+          }
           float* c = step.accumulator == Accumulator::workspace
                          ? step.tiles + (base + a * h_panels + b) * tile_floats
                          : scratch(team);
           add_tile(
-              step, c, h_panels * tile_floats, Panels::tile_rows(rows),
-              a_panels + a * units * g_.mr, b_panels + b * units * g_.nr, units,
-              ahead(next, a_panels, b_panels, units),
+              step, c, h_panels * tile_floats,
+              [&](bool resume) {
+                const float* a_panel = a_panels + a * units * g_.mr;
+                const int tile_rows = Panels::tile_rows(rows);
+                if (as_it_multiplies) {
+                  g_.tile_packing(p_.target.source, tile_rows, a_panel, weight, h0 * element, units,
+                                  c, resume, own_panel);
+                } else if (own_panels) {
+                  g_.tile(tile_rows, a_panel, own_panel, units, c, resume,
+                          {a_panels + next.a * units * g_.mr, own_panel, 0});
+                } else {
+                  g_.tile(tile_rows, a_panel, b_panels + b * units * g_.nr, units, c, resume,
+                          ahead(next, a_panels, b_panels, units));
+                }
+              },
               [&](float* tile) {
                 for (int r = 0; r < rows; ++r) {
                   if (index[row0 + r] == kNoRow) continue;
@@ -556,6 +603,177 @@ class GradientPass {
   }
 
   void set_held(const Held& held) { held_ = held; }
+
+  // ---- panels of one's own ---------------------------------------------------------------------
+  //
+  //   each member, of its panels of the chunk's vocabulary rows
+  //     logits of all tokens                weight as it lies, or packed for this panel only
+  //     grad_logits                         as an A panel for all, as a B panel for itself
+  //     its rows of grad_weight             tiles as the output lies, straight to memory
+  //   barrier
+  //   each member, of its tiles of grad_input
+  //     the chunk's rows of weight x grad_logits: packed by the first tile of a panel as it
+  //     multiplies, in L1 for the others
+
+  template <class T>
+  T* own(const Team& team, int64_t offset) const {
+    return region<T>(offset + team.rank() * p_.own_stride);
+  }
+
+  bool own_panels_cell(const Team& team, int64_t vocab_index, Cell& cell) {
+    cell.vocab_index = vocab_index;
+    cell.v0 = vocab_index * p_.vocab_chunk;
+    cell.columns = std::min(p_.vocab_chunk, p_.shape.V - cell.v0);
+    if (vocab_index == 0) team.barrier();  // the packed tokens are everyone's
+    const int64_t segment = cpu::kSegmentColumns / g_.nr;
+    const Range mine = team.part(ceil_div(cell.columns, g_.nr));
+    for (int64_t first = mine.begin; first < mine.end; first += segment) {
+      if (stop_.requested()) break;
+      own_vocabulary(team, cell, {first, std::min(mine.end, first + segment)});
+    }
+    team.barrier();
+    if (out_.grad_input) add_grad_input(team, cell);
+    return !stop_.leave_together(team);
+  }
+
+  void pack_own_tokens(const Team& team, const Cell& cell) {
+    const RowSelection input{in_.input, region<int64_t>(p_.row_index)};
+    if (p_.few) {
+      if (team.rank() == 0) {
+        pack_row_panel(p_.target, input, 0, static_cast<int>(cell.tokens), p_.few.width,
+                       region<float>(p_.input_rows));
+      }
+    } else if (recompute()) {
+      const Panels panels(cell.tokens, g_.mr);
+      const Range mine = team.part(panels.count);
+      for (int64_t i = mine.begin; i < mine.end; ++i) {
+        pack_row_panel(p_.target, input, panels.begin(i), panels.size(i), g_.mr,
+                       region<float>(p_.input_rows) + i * h_units_ * g_.mr);
+      }
+    }
+    if (!out_.grad_weight) return;
+    const Range mine = team.part(ceil_div(p_.shape.H, g_.nr));
+    for (int64_t i = mine.begin; i < mine.end; ++i) {
+      const auto columns = static_cast<int>(std::min<int64_t>(g_.nr, p_.shape.H - i * g_.nr));
+      for (int64_t k0 = 0; k0 < cell.tokens; k0 += kPackDepth) {
+        pack_col_block(p_.target, input, k0, std::min(kPackDepth, cell.tokens - k0), i * g_.nr,
+                       columns, g_.nr,
+                       region<float>(p_.input_cols) + i * cell.token_units(g_.k_unit) * g_.nr);
+      }
+    }
+  }
+
+  // The chunk's rows of weight, `count` columns from h0 on, as one B panel.
+  void pack_weight_columns(const Cell& cell, int64_t h0, int count, float* panel) const {
+    const RowSelection weight{in_.weight, nullptr, cell.v0};
+    for (int64_t k0 = 0; k0 < cell.columns; k0 += kPackDepth) {
+      pack_col_block(p_.target, weight, k0, std::min(kPackDepth, cell.columns - k0), h0, count,
+                     g_.nr, panel);
+    }
+  }
+
+  // Panels [range) of the chunk, at most a segment: grad_logits, and from them grad_weight.
+  void own_vocabulary(const Team& team, const Cell& cell, const Range& range) {
+    const int64_t v0 = cell.v0 + range.begin * g_.nr;
+    const auto columns =
+        static_cast<int>(std::min(range.end * g_.nr, cell.columns) - range.begin * g_.nr);
+    const float* logits = nullptr;
+    if (p_.few) {
+      logits = few_logits(p_.target, p_.few, in_.weight, region<float>(p_.input_rows), v0, columns,
+                          region<std::byte>(p_.few_logits + team.rank() * p_.few_stride));
+    }
+    const Panels panels(cell.tokens, g_.mr);
+    const cpu::GradTileOptions options = tile_options();
+    for (int64_t b = range.begin; b < range.end; ++b) {
+      const int64_t begin = b * g_.nr;
+      const auto width = static_cast<int>(std::min<int64_t>(g_.nr, cell.columns - begin));
+      float* weight = own<float>(team, p_.weight_rows);
+      if (recompute() && !p_.few) {
+        pack_row_panel(p_.target, {in_.weight, nullptr, cell.v0}, begin, width, g_.nr, weight);
+      }
+      float* columns_panel = out_.grad_weight ? own<float>(team, p_.grad_cols) : nullptr;
+      for (int64_t a = 0; a < panels.count; ++a) {
+        const int64_t row0 = panels.begin(a);
+        const void* values[kMaxTileRows];
+        cpu::GradTile from{.source = cpu::GradSource::logits,
+                           .type = DType::f32,
+                           .rows = values,
+                           .count = panels.size(a),
+                           .columns = width,
+                           .v0 = cell.v0 + begin};
+        if (p_.source == SoftmaxSource::softmax) {
+          from.source = cpu::GradSource::softmax;
+          softmax_rows(region<int64_t>(p_.row_index) + row0, from.v0, scratch(team), from, values);
+        } else if (p_.source == SoftmaxSource::held) {
+          held_rows(a, row0, from, values);
+        } else {
+          const float* tile = scratch(team);
+          if (p_.few) {
+            tile = logits + ((b - range.begin) * p_.few.width + row0) * g_.nr;
+          } else {
+            const float* input = region<float>(p_.input_rows) + a * h_units_ * g_.mr;
+            const int64_t after = a + 1 < panels.count ? h_units_ * g_.mr : 0;
+            g_.tile(Panels::tile_rows(from.count), input, weight, h_units_, scratch(team), false,
+                    {input + after, weight, 0});
+          }
+          for (int r = 0; r < from.count; ++r) values[r] = tile + r * g_.nr;
+        }
+        g_.grad_panels(
+            from, region<cpu::GradRow>(p_.row_params) + row0, options, in_grad_rows(cell, a, b),
+            columns_panel == nullptr ? nullptr : columns_panel + row0 / g_.k_unit * g_.nr);
+      }
+      if (columns_panel != nullptr)
+        store_weight_rows(team, cell, {cell.v0 + begin, cell.v0 + begin + width}, columns_panel);
+    }
+  }
+
+  // Rows [v.begin, v.end) of grad_weight, at most nr, from the B panel of their grad_logits.
+  void store_weight_rows(const Team& team, const Cell& cell, const Range& v, const float* panel) {
+    const MatrixView& out = *out_.grad_weight;
+    const bool accumulate = p_.types.grad_weight->accumulate;
+    auto mode = accumulate ? cpu::RowsMode::accumulate : cpu::RowsMode::store;
+    const int64_t units = cell.token_units(g_.k_unit);
+    const auto rows = static_cast<int>(v.size());
+    const float* input = region<float>(p_.input_cols);
+    const int64_t element = size_of(out.dtype);
+    if (out.col_stride != 1) {  // one panel of H at a time, by way of fp32
+      float* tile = scratch(team);
+      for (int64_t h0 = 0; h0 < p_.shape.H; h0 += g_.nr) {
+        const int64_t columns = std::min<int64_t>(g_.nr, p_.shape.H - h0);
+        if (accumulate) {
+          for (int r = 0; r < rows; ++r) {
+            load_row(k_, out, v.begin + r, h0, columns, tile + r * g_.nr);
+          }
+        }
+        g_.product_rows(panel, input + h0 * units, units, rows, columns, DType::f32, mode, tile,
+                        g_.nr * 4);
+        for (int r = 0; r < rows; ++r) {
+          store_row(k_, out, v.begin + r, h0, columns, tile + r * g_.nr);
+        }
+      }
+      return;
+    }
+    const auto whole_lines = [](int64_t bytes) { return bytes % 64 == 0; };
+    std::byte* first = at(out, v.begin, 0);
+    const bool direct = p_.past_caches && whole_lines(g_.nr * element) &&
+                        whole_lines(out.row_stride * element) &&
+                        whole_lines(static_cast<int64_t>(reinterpret_cast<uintptr_t>(first)));
+    if (direct) mode = cpu::RowsMode::past_caches;
+    if (direct || p_.row_buffer_stride == 0) {
+      g_.product_rows(panel, input, units, rows, p_.shape.H, out.dtype, mode, first,
+                      out.row_stride * element);
+      return;
+    }
+    std::byte* buffer = region<std::byte>(p_.row_buffers + team.rank() * p_.row_buffer_stride);
+    const int64_t at_once = p_.row_buffer_bytes() / element / g_.nr * g_.nr;
+    for (int64_t h0 = 0; h0 < p_.shape.H; h0 += at_once) {
+      const int64_t columns = std::min(at_once, p_.shape.H - h0);
+      g_.product_rows(panel, input + h0 * units, units, rows, columns, out.dtype,
+                      cpu::RowsMode::store, buffer, p_.row_buffer_bytes());
+      k_.copy_past_caches(buffer, p_.row_buffer_bytes(), rows, columns * element,
+                          at(out, v.begin, h0), out.row_stride * element);
+    }
+  }
 
  private:
   static constexpr int64_t kFetchBytes = 512;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -116,12 +117,10 @@ int64_t lay_out(ForwardPlanData& p) {
   const int64_t units = ceil_div(p.shape.H, g.k_unit);
   const int64_t seg_panels = cpu::kSegmentColumns / g.nr;
   Layout l;
-  if (p.stream_width > 0) {
-    p.input_panels = l.add(units * p.stream_width * 4);
+  if (p.few) {
+    p.input_panels = l.add(units * p.few.width * 4);
     p.weight_panels = 0;
-    const int64_t tiles = round_up(int64_t{cpu::kSegmentColumns} * p.stream_width * 4, kAlignment);
-    p.tiles_stride = p.vocab_in_lanes() ? tiles : 2 * tiles + g.stream_staged_bytes;
-    p.staged = 2 * tiles;
+    p.tiles_stride = round_up(p.few.own_bytes(g), kAlignment);
   } else {
     p.input_panels = l.add(p.token_panels() * units * g.mr * 4);
     p.weight_panels = l.add(p.chunk_segments * seg_panels * units * g.nr * 4);
@@ -161,6 +160,7 @@ int64_t forward_rounds(const ForwardPlanData& p) {
          ceil_div(segments % p.chunk_segments * panels, threads);
 }
 double forward_idle_share(const ForwardPlanData& p) {
+  if (p.few) return idle_share(ceil_div(p.shape.V, cpu::kSegmentColumns), p.target.threads);
   const int64_t units = ceil_div(p.shape.V, cpu::kSegmentColumns) * p.token_panels();
   if (units == 0) return 0;
   return 1.0 - static_cast<double>(units) /
@@ -185,6 +185,14 @@ double forward_cycles(const ForwardPlanData& p) {
   const double chunks = static_cast<double>(ceil_div(segments, p.chunk_segments));
   const auto blocks = static_cast<double>(ceil_div(p.shape.BT, p.token_block));
   return blocks * (static_cast<double>(forward_rounds(p)) * unit + pack + chunks * kBarriers);
+}
+
+// Up to four vectors of tokens, packing weight costs more than it saves: at (BT, 128256, 2048) on
+// two cores 53 instead of 34 ms for 64 tokens, the same for 96, 22 instead of 8 ms for one.
+FewTokens few_tokens(const cpu::GemmKernels& g, int64_t BT) {
+  if (BT > 4 * g.lanes) return {};
+  return {.width = static_cast<int>(BT <= g.few ? std::bit_ceil(static_cast<uint64_t>(BT))
+                                                : round_up(BT, g.lanes))};
 }
 
 constexpr int kSmallTeam = 8;  // full panels serve it
@@ -217,13 +225,10 @@ Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
     p.group = static_cast<int>(group);
     return lay_out(p) <= limit;
   };
-  // Up to four vectors of tokens, packing weight costs more than it saves: at (BT, 128256, 2048) on
-  // two cores 53 instead of 34 ms for 64 tokens, the same for 96, 22 instead of 8 ms for one.
-  if (BT <= 4 * g.lanes) {
+  if (const FewTokens of_all = few_tokens(g, BT)) {
     ForwardPlanData few = p;
+    few.few = of_all;
     few.token_block = BT;
-    few.stream_width = static_cast<int>(BT <= g.few ? std::bit_ceil(static_cast<uint64_t>(BT))
-                                                    : round_up(BT, g.lanes));
     few.chunk_segments = segments;
     if (lay_out(few) <= limit) {
       p = few;
@@ -302,19 +307,37 @@ int64_t lay_out(GradientPlanData& p) {
   p.grad_weight_accumulator = place(p.types.grad_weight, one_token_chunk);
 
   Layout l;
-  p.input_rows = l.add(recompute ? t_panels * h_units * g.mr * 4 : 0);
-  p.input_cols = l.add(want_weight ? h_rows * t_units * g.mr * 4 : 0);
-  p.weight_rows = l.add(recompute ? v_panels * h_units * g.nr * 4 : 0);
-  p.weight_cols = l.add(want_input ? h_cols * v_units * g.nr * 4 : 0);
   p.grad_rows = l.add(want_input ? t_panels * v_units * g.mr * 4 : 0);
-  p.grad_cols = l.add(want_weight ? v_panels * t_units * g.nr * 4 : 0);
+  if (p.own_panels) {
+    p.input_rows = l.add(!recompute ? 0
+                         : p.few    ? h_units * p.few.width * 4
+                                    : t_panels * h_units * g.mr * 4);
+    p.input_cols = l.add(want_weight ? h_cols * t_units * g.nr * 4 : 0);
+    Layout own;
+    p.weight_rows = own.add(recompute && !p.few ? h_units * g.nr * 4 : 0);
+    p.weight_cols = own.add(want_input ? v_units * g.nr * 4 : 0);
+    p.grad_cols = own.add(want_weight ? t_units * g.nr * 4 : 0);
+    p.weight_pointers = own.add(want_input ? p.vocab_chunk * 8 : 0);
+    p.own_stride = own.bytes();
+    const int64_t base = l.add(p.target.threads * p.own_stride);
+    for (int64_t* offset : {&p.weight_rows, &p.weight_cols, &p.grad_cols, &p.weight_pointers})
+      *offset += base;
+    p.few_stride = p.few ? round_up(p.few.own_bytes(g), kAlignment) : 0;
+    p.few_logits = l.add(p.target.threads * p.few_stride);
+  } else {
+    p.input_rows = l.add(recompute ? t_panels * h_units * g.mr * 4 : 0);
+    p.input_cols = l.add(want_weight ? h_rows * t_units * g.mr * 4 : 0);
+    p.weight_rows = l.add(recompute ? v_panels * h_units * g.nr * 4 : 0);
+    p.weight_cols = l.add(want_input ? h_cols * v_units * g.nr * 4 : 0);
+    p.grad_cols = l.add(want_weight ? v_panels * t_units * g.nr * 4 : 0);
+  }
   p.accumulator_bytes = 0;
   if (p.grad_input_accumulator == Accumulator::workspace) {
     // Chunks are cut into panels of their own, so each may end with a panel that is not full.
     const int64_t chunks = p.vocab_outside ? ceil_div(BT, p.token_chunk) : 1;
     const int64_t bytes = chunks * t_panels * h_cols * tile_bytes;
     p.grad_input_tiles = l.add(bytes);
-    if (p.vocab_outside) p.accumulator_bytes = bytes;
+    if (p.vocab_outside || p.own_panels) p.accumulator_bytes = bytes;
   }
   if (p.grad_weight_accumulator == Accumulator::workspace) {
     const int64_t chunks = p.vocab_outside ? 1 : ceil_div(V, p.vocab_chunk);
@@ -330,18 +353,22 @@ int64_t lay_out(GradientPlanData& p) {
   p.scratch = l.add(p.target.threads * p.scratch_stride);
   // What fits into a cache may as well stay there.
   constexpr int64_t kLeastStreamed = int64_t{64} << 10;
-  const bool streamed = want_weight && !p.types.grad_weight->accumulate &&
-                        size_of(p.types.grad_weight->dtype) == 2 && V * H * 2 >= kLeastStreamed;
-  p.row_buffer_stride = streamed ? round_up(g.nr * p.row_buffer_bytes(), kAlignment) : 0;
+  p.past_caches = want_weight && !p.types.grad_weight->accumulate &&
+                  V * H * size_of(p.types.grad_weight->dtype) >= kLeastStreamed;
+  p.row_buffer_stride = p.past_caches && size_of(p.types.grad_weight->dtype) == 2
+                            ? round_up(g.nr * p.row_buffer_bytes(), kAlignment)
+                            : 0;
   p.row_buffers = l.add(p.target.threads * p.row_buffer_stride);
   return p.workspace_bytes = l.bytes();
 }
 
 namespace {
 
+// Of the two steps between barriers: grad_logits; then grad_weight and grad_input together. With
+// panels of one's own, grad_weight belongs to the first.
 struct IdleShares {
   double grad_logits = 0;
-  double products = 0;  // grad_weight and grad_input, with no barrier in between
+  double products = 0;
 };
 
 // Of a full cell. Tiles of the two products are shared out from opposite ends of the team, so that
@@ -354,6 +381,18 @@ IdleShares idle_shares(const GradientPlanData& p) {
   const int64_t token_panels = ceil_div(tokens, g.mr);
   const int64_t vocab_panels = ceil_div(columns, g.nr);
   IdleShares idle;
+  if (p.own_panels) {  // the last chunk counts: there may be few
+    const int64_t all = ceil_div(p.shape.V, g.nr);
+    const int64_t rounds = all / vocab_panels * ceil_div(vocab_panels, threads) +
+                           ceil_div(all % vocab_panels, threads);
+    if (all > 0) {
+      idle.grad_logits = 1 - static_cast<double>(all) / static_cast<double>(rounds * threads);
+    }
+    if (p.types.grad_input) {
+      idle.products = idle_share(token_panels * ceil_div(p.shape.H, g.nr), threads);
+    }
+    return idle;
+  }
   idle.grad_logits = idle_share(token_panels * vocab_panels, threads);
   const int64_t tiles_w = p.types.grad_weight ? ceil_div(p.shape.H, g.mr) * vocab_panels : 0;
   const int64_t tiles_i = p.types.grad_input ? token_panels * ceil_div(p.shape.H, g.nr) : 0;
@@ -373,7 +412,8 @@ IdleShares idle_shares(const GradientPlanData& p) {
 
 std::string idle_text(const GradientPlanData& p, const std::string& before = {}) {
   const IdleShares idle = idle_shares(p);
-  return "  idle: " + before + "grad_logits " + percent_text(idle.grad_logits) + ", products " +
+  return "  idle: " + before + (p.own_panels ? "grad_logits and grad_weight " : "grad_logits ") +
+         percent_text(idle.grad_logits) + (p.own_panels ? ", grad_input " : ", products ") +
          percent_text(idle.products) + "\n";
 }
 
@@ -389,12 +429,20 @@ double overhead_cycles(const GradientPlanData& p) {
   constexpr double kPackCols = 0.20;
   constexpr double kTileTraffic = 0.5;    // a tile of an accumulator in and out
   constexpr double kOutputTraffic = 1.5;  // the same through a strided or transposed output
-  constexpr double kBarriers = 60e3;      // three per cell, with the wait for the slowest thread
+  // Three per cell, with the wait for the slowest thread; between panels of one's own, two.
+  const double kBarriers = p.own_panels ? 10e3 : 60e3;
   const bool recompute = p.source == SoftmaxSource::logits;
   const bool want_input = p.types.grad_input.has_value();
   const bool want_weight = p.types.grad_weight.has_value();
-  const double pack_weight = V * H * ((recompute ? kPackRows : 0) + (want_input ? kPackCols : 0)) *
-                             (!p.vocab_outside && v_chunks > 1 ? t_chunks : 1);
+  // Beyond a part of L3, packed input comes from memory for every panel of weight.
+  constexpr double kInputBytes = 12 << 20;
+  constexpr double kFromMemory = 0.06;  // of a product
+  constexpr double kTurned = 1.5;       // weight packed for the team, tiles of grad_weight turned
+  const bool packs_rows = recompute && !p.few;
+  const double pack_weight =
+      V * H * ((packs_rows ? kPackRows : 0) + (want_input && !p.own_panels ? kPackCols : 0)) *
+      (!p.vocab_outside && v_chunks > 1 ? t_chunks : 1);
+  const double turned = want_weight && !p.own_panels ? kTurned * V * H : 0;
   const double pack_input = BT * H * ((recompute ? kPackRows : 0) + (want_weight ? kPackCols : 0)) *
                             (p.vocab_outside && t_chunks > 1 ? v_chunks : 1);
   const auto traffic = [&](Accumulator a) {
@@ -405,9 +453,19 @@ double overhead_cycles(const GradientPlanData& p) {
                        V * H * t_chunks * traffic(p.grad_weight_accumulator);
   const IdleShares idle = idle_shares(p);
   const double product = BT * V * H / (32.0 * p.target.gemm->k_unit);
-  const double waiting = product * (recompute ? idle.grad_logits / (1 - idle.grad_logits) : 0) +
-                         product * (want_input + want_weight) * idle.products / (1 - idle.products);
-  return (pack_weight + pack_input + tiles + waiting) / p.target.threads +
+  const auto wait = [](double share) { return share / (1 - share); };
+  const double first = recompute + (p.own_panels && want_weight);
+  const double waiting =
+      product * first * wait(idle.grad_logits) +
+      product * (recompute + want_input + want_weight - first) * wait(idle.products);
+  double streaming = 0;
+  if (p.own_panels) {
+    const double forms = packs_rows + want_weight;
+    if (forms * BT * H * 4 / p.target.gemm->k_unit > kInputBytes) {
+      streaming = kFromMemory * forms * product;
+    }
+  }
+  return (pack_weight + turned + pack_input + tiles + waiting + streaming) / p.target.threads +
          v_chunks * t_chunks * kBarriers;
 }
 
@@ -420,6 +478,41 @@ std::vector<int64_t> chunk_sizes(int64_t n, int64_t unit, std::initializer_list<
     if (sizes.empty() || sizes.back() != even) sizes.push_back(even);
   }
   return sizes;
+}
+
+// Chunks of the vocabulary for panels of one's own: whole rounds of the team.
+std::vector<int64_t> own_chunk_sizes(const GradientPlanData& p) {
+  const int64_t round = int64_t{p.target.gemm->nr} * p.target.threads;
+  const int64_t all = round_up(std::max<int64_t>(p.shape.V, 1), p.target.gemm->nr);
+  std::vector<int64_t> sizes;
+  for (const int64_t wanted : {2048, 1024, 512, 256, 128, 64, 32, 16, 8}) {
+    const int64_t size = std::min(all, std::max<int64_t>(1, wanted / round) * round);
+    if (sizes.empty() || sizes.back() != size) sizes.push_back(size);
+  }
+  return sizes;
+}
+
+}  // namespace
+
+GradientPlanData with_own_panels(GradientPlanData p, int64_t vocab_chunk) {
+  p.own_panels = true;
+  p.vocab_outside = false;
+  p.token_chunk = round_up(std::max<int64_t>(p.shape.BT, 1), 2);
+  p.vocab_chunk = vocab_chunk;
+  if (p.source == SoftmaxSource::logits) p.few = few_tokens(*p.target.gemm, p.shape.BT);
+  lay_out(p);
+  return p;
+}
+
+namespace {
+
+// Whole panels may be too coarse for a large team: then only where nothing else fits.
+double reluctance(const GradientPlanData& p) {
+  constexpr double kMostIdle = 0.03;
+  const IdleShares idle = idle_shares(p);
+  const bool coarse = p.own_panels && p.target.threads > kSmallTeam &&
+                      std::max(idle.grad_logits, idle.products) > kMostIdle;
+  return coarse ? 1e30 : 0;
 }
 
 Result<void> choose_schedule(GradientPlanData& p, const PlanOptions& options) {
@@ -462,6 +555,20 @@ Result<void> choose_schedule(GradientPlanData& p, const PlanOptions& options) {
   GradientPlanData best = p;
   GradientPlanData least = p;
   int64_t least_bytes = INT64_MAX;
+  const auto consider = [&](const GradientPlanData& c) {
+    if (c.workspace_bytes < least_bytes) {
+      least_bytes = c.workspace_bytes;
+      least = c;
+    }
+    if (!within(c)) return;
+    const double cost = overhead_cycles(c) + reluctance(c);
+    if (!found || cost < best_cost) {
+      found = true;
+      best_cost = cost;
+      best = c;
+    }
+  };
+  for (const int64_t vocab_chunk : own_chunk_sizes(p)) consider(with_own_panels(p, vocab_chunk));
   for (const bool vocab_outside : {true, false}) {
     for (const int64_t vocab_chunk : vocab_sizes) {
       for (const int64_t token_chunk : token_sizes) {
@@ -469,17 +576,8 @@ Result<void> choose_schedule(GradientPlanData& p, const PlanOptions& options) {
         c.vocab_outside = vocab_outside;
         c.vocab_chunk = vocab_chunk;
         c.token_chunk = token_chunk;
-        if (lay_out(c) < least_bytes) {
-          least_bytes = c.workspace_bytes;
-          least = c;
-        }
-        if (!within(c)) continue;
-        const double cost = overhead_cycles(c);
-        if (!found || cost < best_cost) {
-          found = true;
-          best_cost = cost;
-          best = c;
-        }
+        lay_out(c);
+        consider(c);
       }
     }
   }
@@ -506,6 +604,8 @@ int64_t default_limit(const Shape& s, const LossAndGradientTypes& types) {
   return std::max(kLossAndGradientWorkspaceBytes, static_cast<int64_t>(1.25 * bytes));
 }
 
+}  // namespace
+
 int64_t lay_out(LossAndGradientPlanData& p) {
   Layout l;
   p.logits_max = l.add(p.shape.BT * 4);
@@ -522,10 +622,13 @@ int64_t lay_out(LossAndGradientPlanData& p) {
   return p.workspace_bytes = l.bytes();
 }
 
+namespace {
+
 // Estimated cycles of one thread beyond the three products: what long blocks save.
 double one_pass_overhead(const LossAndGradientPlanData& p) {
   const double blocks = static_cast<double>(ceil_div(p.shape.BT, p.forward.token_block));
-  const double pack = 0.35 * static_cast<double>(p.shape.V) * static_cast<double>(p.shape.H);
+  const double pack =
+      p.forward.few ? 0 : 0.35 * static_cast<double>(p.shape.V) * static_cast<double>(p.shape.H);
   const double idle = forward_idle_share(p.forward);
   const double product = static_cast<double>(p.shape.BT) * static_cast<double>(p.shape.V) *
                          static_cast<double>(p.shape.H) / 64 / p.target.threads;
@@ -556,33 +659,46 @@ bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
   constexpr double kIdle = 0.01;
   p.forward.group = static_cast<int>(
       std::clamp<int64_t>(p.target.l2_bytes / 2 / std::max<int64_t>(1, units * g.mr * 4), 1, 8));
-  const auto vocab_sizes = chunk_sizes(p.shape.V, g.nr, {2304, 1792, 1344, 896, 448, 224});
   bool found = false;
   double best_cost = 0;
   LossAndGradientPlanData best;
-  for (const int64_t vocab_chunk : vocab_sizes) {
+  // False when it does not fit.
+  const auto consider = [&](LossAndGradientPlanData c) {
+    c.forward.chunk_segments = c.forward.few ? segments : short_chunk;
+    least_bytes = std::min(least_bytes, lay_out(c));
+    if (c.workspace_bytes > p.limit_bytes) return false;
+    LossAndGradientPlanData longer = c;
+    while (forward_idle_share(c.forward) > kIdle && longer.forward.chunk_segments < segments) {
+      ++longer.forward.chunk_segments;
+      if (lay_out(longer) > p.limit_bytes) break;
+      if (forward_idle_share(longer.forward) < forward_idle_share(c.forward)) c = longer;
+    }
+    const double cost = one_pass_overhead(c) + reluctance(c.gradient);
+    if (!found || cost < best_cost) {
+      found = true;
+      best_cost = cost;
+      best = c;
+    }
+    return true;
+  };
+  const auto block_of = [&](int64_t blocks) {
+    return std::max<int64_t>(g.mr, round_up(ceil_div(p.shape.BT, blocks), g.mr));
+  };
+  for (const int64_t vocab_chunk : own_chunk_sizes(p.gradient)) {
+    LossAndGradientPlanData c = p;
+    c.forward.token_block = block_of(1);
+    c.forward.few = few_tokens(g, p.shape.BT);
+    c.gradient = with_own_panels(c.gradient, vocab_chunk);
+    consider(c);
+  }
+  for (const int64_t vocab_chunk :
+       chunk_sizes(p.shape.V, g.nr, {2304, 1792, 1344, 896, 448, 224})) {
     // Fewer than 64 tokens a block: packing weight again costs more than the fourth product.
     for (int64_t blocks = 1; blocks <= std::max<int64_t>(1, p.shape.BT / 64); ++blocks) {
       LossAndGradientPlanData c = p;
-      const int64_t block = std::max<int64_t>(g.mr, round_up(ceil_div(p.shape.BT, blocks), g.mr));
-      c.forward.token_block = c.gradient.token_chunk = block;
+      c.forward.token_block = c.gradient.token_chunk = block_of(blocks);
       c.gradient.vocab_chunk = vocab_chunk;
-      c.forward.chunk_segments = short_chunk;
-      least_bytes = std::min(least_bytes, lay_out(c));
-      if (c.workspace_bytes > p.limit_bytes) continue;
-      LossAndGradientPlanData longer = c;
-      while (forward_idle_share(c.forward) > kIdle && longer.forward.chunk_segments < segments) {
-        ++longer.forward.chunk_segments;
-        if (lay_out(longer) > p.limit_bytes) break;
-        if (forward_idle_share(longer.forward) < forward_idle_share(c.forward)) c = longer;
-      }
-      const double cost = one_pass_overhead(c);
-      if (!found || cost < best_cost) {
-        found = true;
-        best_cost = cost;
-        best = c;
-      }
-      break;  // shorter blocks only cost more
+      if (consider(c)) break;  // shorter blocks only cost more
     }
   }
   if (found) p = best;
@@ -730,11 +846,12 @@ std::string ForwardPlan::describe() const {
   const int64_t units = ceil_div(p.shape.H, p.target.gemm->k_unit);
   std::string text = "forward " + shape_text(p.shape) + ", " + name_of(p.types.operand) + "\n";
   text += "  " + target_text(p.target) + "\n";
-  if (p.stream_width > 0) {
+  if (p.few) {
     const int64_t segments = ceil_div(p.shape.V, cpu::kSegmentColumns);
     text += "  few tokens, " +
-            (p.vocab_in_lanes() ? "vocabulary in the lanes"
-                                : std::to_string(p.stream_width) + " of them in the lanes") +
+            (p.few.vocab_in_lanes(*p.target.gemm)
+                 ? "vocabulary in the lanes"
+                 : std::to_string(p.few.width) + " of them in the lanes") +
             ": weight is read once, as it lies in memory\n";
     text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +
             std::to_string(p.workspace_bytes) + " bytes)\n";
@@ -794,8 +911,9 @@ std::string LossAndGradientPlan::describe() const {
   text += "  " + target_text(p.target) + "\n";
   text += "  tokens in " + std::to_string(ceil_div(p.shape.BT, p.forward.token_block)) +
           " blocks of " + std::to_string(p.forward.token_block) + "; vocabulary in chunks of " +
-          std::to_string(p.gradient.vocab_chunk) + "; exponentials held as " +
-          name_of(*p.forward.held) + "\n";
+          std::to_string(p.gradient.vocab_chunk) +
+          (p.gradient.own_panels ? ", each thread with panels of its own" : "") +
+          "; exponentials held as " + name_of(*p.forward.held) + "\n";
   text +=
       "  grad_input " + where_text(p.types.grad_input, p.gradient.grad_input_accumulator) + "\n";
   text +=
@@ -826,8 +944,13 @@ std::string GradientPlan::describe() const {
                             " chunks of " + std::to_string(p.vocab_chunk);
   const std::string tokens = "tokens in " + std::to_string(ceil_div(p.shape.BT, p.token_chunk)) +
                              " chunks of " + std::to_string(p.token_chunk);
-  text += "  outside " + (p.vocab_outside ? vocab : tokens) + "; inside " +
-          (p.vocab_outside ? tokens : vocab) + "\n";
+  if (p.own_panels) {
+    text += "  " + vocab + ", each thread with panels of its own" +
+            (p.few ? "; few tokens, logits from weight as it lies in memory" : "") + "\n";
+  } else {
+    text += "  outside " + (p.vocab_outside ? vocab : tokens) + "; inside " +
+            (p.vocab_outside ? tokens : vocab) + "\n";
+  }
   text += "  grad_input " + where_text(p.types.grad_input, p.grad_input_accumulator) + "\n";
   text += "  grad_weight " + where_text(p.types.grad_weight, p.grad_weight_accumulator) + "\n";
   text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +

@@ -69,6 +69,23 @@ struct Target {
   int64_t l2_bytes = 0;
 };
 
+// Few tokens: their logits are made from weight as it lies in memory, without packing it
+// (few_tokens.h).
+struct FewTokens {
+  int width = 0;  // of the tokens' panel; 0: too many tokens, weight is packed
+  explicit operator bool() const { return width > 0; }
+  bool vocab_in_lanes(const cpu::GemmKernels& g) const { return width <= g.few; }
+  // A thread's own memory: tiles of a segment; logits before they are turned; staged weight.
+  int64_t tiles_bytes() const {
+    return round_up(int64_t{cpu::kSegmentColumns} * width * 4, kAlignment);
+  }
+  int64_t logits() const { return tiles_bytes(); }
+  int64_t staged() const { return 2 * tiles_bytes(); }
+  int64_t own_bytes(const cpu::GemmKernels& g) const {
+    return vocab_in_lanes(g) ? tiles_bytes() : staged() + g.stream_staged_bytes;
+  }
+};
+
 struct ForwardPlanData {
   Shape shape;
   ForwardTypes types;
@@ -78,9 +95,7 @@ struct ForwardPlanData {
   int panel_rows = 0;          // tokens of a panel: mr, or fewer so that a large team shares them
   int group = 0;               // token panels that share one walk over a segment
   int64_t least_bytes = 0;     // the least workspace any limit allows
-  // Few tokens: the width of their panel, and weight is read without being packed. 0: packed.
-  int stream_width = 0;
-  bool vocab_in_lanes() const { return stream_width > 0 && stream_width <= target.gemm->few; }
+  FewTokens few;
   // One pass: the exponentials of a block's logits are kept, in this type, as tiles
   // [token panel][vocabulary panel][mr][nr], and the statistics of all its segments.
   std::optional<DType> held;
@@ -89,12 +104,11 @@ struct ForwardPlanData {
   int64_t token_panels() const { return ceil_div(token_block, panel_rows); }
   // Of a chunk, but where it is of all.
   int64_t partial_segments() const {
-    return held || stream_width > 0 ? ceil_div(shape.V, cpu::kSegmentColumns) : chunk_segments;
+    return held || few ? ceil_div(shape.V, cpu::kSegmentColumns) : chunk_segments;
   }
   int64_t held_tile_bytes() const { return target.gemm->mr * target.gemm->nr * size_of(*held); }
   // Workspace offsets in bytes.
   int64_t input_panels = 0, weight_panels = 0, tiles = 0, tiles_stride = 0;
-  int64_t staged = 0;                        // of weight, for few tokens
   int64_t partial_max = 0, partial_sum = 0;  // [partial_segments()][token_block]
   int64_t row_index = 0, local_target = 0;   // [token_block] i64
   int64_t run_max = 0, run_sum = 0, run_low = 0, predicted = 0;  // [token_block] f32
@@ -144,6 +158,15 @@ struct GradientPlanData {
   int64_t row_buffers = 0, row_buffer_stride = 0;
   int64_t row_buffer_bytes() const { return kBufferedPanels * target.gemm->mr * 2; }  // of a row
   static constexpr int64_t kBufferedPanels = 32;
+  bool past_caches = false;  // a fresh grad_weight, too large to stay in them
+  // Panels of one's own (gradient_pass.h): all tokens in one chunk, and each thread packs of weight
+  // what it needs itself, panel by panel. input_cols are then B panels, tokens x H; weight_rows,
+  // weight_cols and grad_cols are one panel per thread.
+  bool own_panels = false;
+  FewTokens few;
+  int64_t weight_pointers = 0;             // per thread: the chunk's rows of weight
+  int64_t own_stride = 0;                  // of these four
+  int64_t few_logits = 0, few_stride = 0;  // FewTokens::own_bytes, per thread
   int64_t workspace_bytes = 0;
 };
 
@@ -176,6 +199,9 @@ struct MergePlanData {
 // Fills the offsets for the blocks chosen; returns the workspace's bytes.
 int64_t lay_out(ForwardPlanData& plan);
 int64_t lay_out(GradientPlanData& plan);
+int64_t lay_out(LossAndGradientPlanData& plan);
+// The plan with panels of one's own, for all tokens and this chunk of the vocabulary.
+GradientPlanData with_own_panels(GradientPlanData plan, int64_t vocab_chunk);
 
 struct LossPlanData {
   int64_t BT = 0;

@@ -64,6 +64,14 @@ struct GradTile {
 //   unit 0: | w0 k0 k1 | w1 k0 k1 | ... | w(width-1) k0 k1 |
 //   unit 1: | w0 k2 k3 | w1 k2 k3 | ...
 //
+// How rows of a product are written.
+enum class RowsMode : uint8_t {
+  store = 0,
+  accumulate = 1,   // the sums begin with what is there
+  past_caches = 2,  // out, its rows and nr of its elements are whole lines of 64 bytes; visible to
+                    // other threads on return
+};
+
 // What the next calls will read. The hardware's prefetchers stop at every page and start anew in
 // every panel, which costs a tenth of the peak; the loop over k fetches ahead by itself, one line
 // of each stream per unit. The addresses are hints: never read, valid or not.
@@ -84,6 +92,11 @@ struct GemmKernels {
   void (*tile)(int rows, const void* a, const void* b, int64_t k_units, float* c, bool accumulate,
                const Ahead& ahead);
 
+  // The same, full, with B's rows as they lie in memory, nr columns of rows[0 .. k_units * k_unit)
+  // from byte `offset` on; they are packed as they are read: packed [k_units][nr].
+  void (*tile_packing)(PackSource source, int rows, const void* a, const void* const* b_rows,
+                       int64_t offset, int64_t k_units, float* c, bool accumulate, void* packed);
+
   // Packs `count` <= width rows of k elements each, rows[i] pointing at k = 0 with unit stride:
   // dst[u][i]. Lanes count..width-1 become zero.
   void (*pack_rows)(PackSource source, const void* const* rows, int count, int width, int64_t k,
@@ -101,6 +114,14 @@ struct GemmKernels {
   // whatever they hold.
   void (*grad_panels)(const GradTile& tile, const GradRow* rows, const GradTileOptions& options,
                       void* a, void* b);
+
+  // Rows of a product, straight to where they belong, rounded once:
+  //   out[i][c] (+)= sum over k of a[k][i] * b[k][c],  i < rows <= nr, c < columns
+  // a: one B panel of `rows` columns (as grad_panels makes it), b: B panels of the columns, one
+  // behind the other. out: rows of `type`, unit stride, `out_row_bytes` apart. The chain of
+  // multiply-adds per element is that of `tile`.
+  void (*product_rows)(const void* a, const void* b, int64_t k_units, int rows, int64_t columns,
+                       DType type, RowsMode mode, void* out, int64_t out_row_bytes);
 
   // Few tokens: products with weight rows read as they lie in memory, k elements from rows[i] on;
   // the same chain per element as `tile`, so the same bits. tokens: a panel [k_units][width]. All

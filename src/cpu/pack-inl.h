@@ -11,6 +11,24 @@
 
 namespace {
 
+// Calls f<source>() for a source that the family reads.
+template <class G, class Function>
+void with_source(logitless::cpu::PackSource source, Function f) {
+  using logitless::cpu::PackSource;
+  switch (source) {
+    case PackSource::f32_as_bf16:
+      return f.template operator()<PackSource::f32_as_bf16>();
+    case PackSource::bf16:
+      return f.template operator()<PackSource::bf16>();
+    case PackSource::f16:
+      if constexpr (G::kUnit == 1) f.template operator()<PackSource::f16>();
+      return;
+    case PackSource::f32:
+      if constexpr (G::kUnit == 1) f.template operator()<PackSource::f32>();
+      return;
+  }
+}
+
 // kLanes units that lie one behind the other in memory.
 template <class G, logitless::cpu::PackSource kSource>
 [[gnu::always_inline]] inline typename G::V::F load_units(const void* p) {

@@ -3,6 +3,8 @@
 // bias, smoothing) belongs into segment_rows here and gradient_of_values in grad_panels-inl.h, and
 // nowhere else.
 
+#pragma once
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>

@@ -211,24 +211,6 @@ constexpr int64_t stream_staged_bytes() {
   return 2 * stream_rows<G>(1) * kStreamStride * int64_t{sizeof(float)};
 }
 
-// Calls f(std::integral_constant<PackSource, source>) ... for the sources the family reads.
-template <class G, class Function>
-void with_source(logitless::cpu::PackSource source, Function f) {
-  using logitless::cpu::PackSource;
-  switch (source) {
-    case PackSource::f32_as_bf16:
-      return f.template operator()<PackSource::f32_as_bf16>();
-    case PackSource::bf16:
-      return f.template operator()<PackSource::bf16>();
-    case PackSource::f16:
-      if constexpr (G::kUnit == 1) f.template operator()<PackSource::f16>();
-      return;
-    case PackSource::f32:
-      if constexpr (G::kUnit == 1) f.template operator()<PackSource::f32>();
-      return;
-  }
-}
-
 template <class G>
 void stream_vocab(logitless::cpu::PackSource source, const void* const* rows, int count, int64_t k,
                   const void* tokens, int width, float* tiles, bool accumulate) {

@@ -4,8 +4,10 @@
 #include "cpu/gemm_tile-inl.h"
 #include "cpu/grad_panels-inl.h"
 #include "cpu/pack-inl.h"
+#include "cpu/product_rows-inl.h"
 #include "cpu/softmax_tile-inl.h"
 #include "cpu/stream_tile-inl.h"
+#include "cpu/tile_packing-inl.h"
 
 namespace {
 
@@ -17,9 +19,11 @@ constexpr logitless::cpu::GemmKernels gemm_table() {
       .nr = G::kLanes * G::kVecs,
       .k_unit = G::kUnit,
       .tile = &tile<G>,
+      .tile_packing = &tile_packing<G>,
       .pack_rows = &pack_rows<G>,
       .pack_cols = &pack_cols<G>,
       .grad_panels = &grad_panels<G>,
+      .product_rows = &product_rows<G>,
       .lanes = G::kLanes,
       .few = G::kLanes / 2,
       .stream_vocab = &stream_vocab<G>,

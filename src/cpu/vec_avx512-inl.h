@@ -267,6 +267,14 @@ struct Avx512Bf16Dot {
   static void opaque(P& p) { asm volatile("" : "+v"(p)); }
   static void keep(F& f) { asm volatile("" : "+v"(f)); }
 
+  // A row of a tile: one instruction rounds both halves.
+  static void store_row_bf16(void* p, const F* row) {
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(row[1], row[0]));
+  }
+  static void stream_row_bf16(void* p, const F* row) {
+    _mm512_stream_si512(static_cast<__m512i*>(p), (__m512i)_mm512_cvtne2ps_pbh(row[1], row[0]));
+  }
+
   // Columns 2 u and 2 u + 1 of a row make its unit u.
   static void units_of_columns(const F* g, F* units) {
     units[0] = _mm512_castsi512_ps((__m512i)_mm512_cvtne2ps_pbh(g[1], g[0]));

@@ -20,6 +20,7 @@ using test::ProgramResult;
 using test::run_program;
 using test::Scratch;
 using testing::AllOf;
+using testing::AnyOf;
 using testing::HasSubstr;
 using testing::Not;
 using testing::StartsWith;
@@ -271,7 +272,9 @@ TEST_F(BenchTest, ThePlanSaysTheIdleShareForEveryNumberOfThreads) {
     const std::string text = plan["describe"];
     EXPECT_THAT(text, HasSubstr("idle: "));
     if (plan["op"] == "forward") continue;
-    EXPECT_THAT(text, AllOf(HasSubstr("grad_logits "), HasSubstr("products ")));
+    // The steps between barriers, which differ from schedule to schedule.
+    EXPECT_THAT(text, AllOf(HasSubstr("grad_logits "),
+                            AnyOf(HasSubstr(", products "), HasSubstr(", grad_input "))));
     if (plan["op"] == "one-pass") {
       EXPECT_THAT(text, HasSubstr("idle: forward "));
     }

@@ -134,6 +134,22 @@ cpu::Ahead any_hints(const Draw& draw) {
 GuardedBuffer floats(int64_t n, int64_t alignment = 4) { return GuardedBuffer(n * 4, alignment); }
 float* as_floats(const GuardedBuffer& buffer) { return reinterpret_cast<float*>(buffer.data()); }
 
+// n units of random values.
+void fill_units(const GemmKernels& g, const GuardedBuffer& panel, int64_t n, Values kind,
+                Random& random) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float first = value(kind, random);
+    const float second = value(kind, random);
+    const uint32_t bits = g.k_unit == 1 ? std::bit_cast<uint32_t>(first)
+                                        : definition::unit(2, static_cast<float>(bfloat16(first)),
+                                                           static_cast<float>(bfloat16(second)));
+    std::memcpy(panel.data() + i * 4, &bits, 4);
+  }
+}
+uint32_t unit_at(const GuardedBuffer& panel, int64_t i) {
+  return std::bit_cast<uint32_t>(as_floats(panel)[i]);
+}
+
 }  // namespace
 
 std::string packing_is_its_definition(const cpu::Kernels& kernels, const Draw& draw) {
@@ -194,25 +210,12 @@ std::string a_tile_is_its_definition(const cpu::Kernels& kernels, const Draw& dr
   const GuardedBuffer a = floats(a_floats);
   const GuardedBuffer b = floats(units * g.nr, 64);
   const GuardedBuffer c = floats(int64_t{rows} * g.nr, 64);
-  const auto fill = [&](const GuardedBuffer& panel, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-      const float first = value(kind, random);
-      const float second = value(kind, random);
-      const uint32_t bits = g.k_unit == 1 ? std::bit_cast<uint32_t>(first)
-                                          : definition::unit(2, static_cast<float>(bfloat16(first)),
-                                                             static_cast<float>(bfloat16(second)));
-      std::memcpy(panel.data() + i * 4, &bits, 4);
-    }
-  };
-  fill(a, a_floats);
-  fill(b, units * g.nr);
+  fill_units(g, a, a_floats, kind, random);
+  fill_units(g, b, units * g.nr, kind, random);
   std::vector<float> start(static_cast<size_t>(rows * g.nr));
   for (float& x : start) x = value(kind, random);
   if (accumulate) std::memcpy(c.data(), start.data(), start.size() * 4);
   g.tile(rows, a.data(), b.data(), units, as_floats(c), accumulate, any_hints(draw));
-  const auto unit_at = [](const GuardedBuffer& panel, int64_t i) {
-    return std::bit_cast<uint32_t>(as_floats(panel)[i]);
-  };
   for (int r = 0; r < rows; ++r) {
     for (int col = 0; col < g.nr; ++col) {
       float want = accumulate ? start[static_cast<size_t>(r * g.nr + col)] : 0.0f;
@@ -301,6 +304,112 @@ std::string streamed_rows_are_their_definition(const cpu::Kernels& kernels, cons
     }
   }
   return weight.buffer.damage() + tokens.damage() + c.damage() + staged.damage();
+}
+
+std::string product_rows_are_their_definition(const cpu::Kernels& kernels, const Draw& draw) {
+  const GemmKernels& g = any_family(kernels, draw);
+  const DType types[] = {DType::f32, DType::f16, DType::bf16};
+  const DType type = types[draw(0, 2)];
+  const int64_t bytes = size_of(type);
+  const int rows = coin(draw) ? g.nr : pick(draw, 1, g.nr);
+  const int64_t columns = coin(draw) ? g.nr * draw(1, 3) : draw(1, 3 * g.nr);
+  const int64_t panels = (columns + g.nr - 1) / g.nr;
+  const int64_t units = coin(draw) ? draw(1, 8) : draw(1, 70);
+  const bool lines = g.nr * bytes % 64 == 0;
+  const auto mode = static_cast<cpu::RowsMode>(draw(0, lines ? 2 : 1));
+  const int64_t row_bytes = mode == cpu::RowsMode::past_caches
+                                ? panels * g.nr * bytes + 64 * draw(0, 2)
+                                : (columns + draw(0, 5)) * bytes;
+  const Values kind = any_values(draw);
+  Random random = random_of(draw);
+  const GuardedBuffer a = floats(units * g.nr, 64);
+  const GuardedBuffer b = floats(panels * units * g.nr, 64);
+  fill_units(g, a, units * g.nr, kind, random);
+  fill_units(g, b, panels * units * g.nr, kind, random);
+  const GuardedBuffer out((rows - 1) * row_bytes + columns * bytes,
+                          mode == cpu::RowsMode::past_caches ? 64 : bytes);
+  std::vector<std::byte> before(static_cast<size_t>(out.size()));
+  for (size_t i = 0; i + static_cast<size_t>(bytes) <= before.size();
+       i += static_cast<size_t>(bytes)) {
+    put(before.data() + i, type, value(kind, random));
+  }
+  std::memcpy(out.data(), before.data(), before.size());
+  g.product_rows(a.data(), b.data(), units, rows, columns, type, mode, out.data(), row_bytes);
+  const auto load = [&](const std::byte* p) {
+    float x = 0;
+    kernels.load(type, p, 1, &x);
+    return x;
+  };
+  for (int r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) {
+      const int64_t at = r * row_bytes + c * bytes;
+      float want = mode == cpu::RowsMode::accumulate ? load(before.data() + at) : 0.0f;
+      for (int64_t u = 0; u < units; ++u) {
+        want = definition::multiply_add(kernels.isa, g.k_unit, want, unit_at(a, u * g.nr + r),
+                                        unit_at(b, (c / g.nr * units + u) * g.nr + c % g.nr));
+      }
+      kernels.round_values(&want, 1, type);
+      const float got = load(out.data() + at);
+      if (!same(got, want)) {
+        return text(g.k_unit == 2 ? "pairs" : "fp32", " as ", name_of(type), ", mode ",
+                    static_cast<int>(mode), ", values ", static_cast<int>(kind), ", rows ", rows,
+                    ", columns ", columns, ", units ", units, ": [", r, ", ", c, "] is ", got,
+                    ", must be ", want);
+      }
+    }
+    const int64_t end = r * row_bytes + columns * bytes;
+    const int64_t gap = r + 1 < rows ? row_bytes - columns * bytes : 0;
+    if (std::memcmp(out.data() + end, before.data() + end, static_cast<size_t>(gap)) != 0) {
+      return text("columns beyond ", columns, " of row ", r, " were written");
+    }
+  }
+  return a.damage() + b.damage() + out.damage();
+}
+
+std::string a_packing_tile_is_its_definition(const cpu::Kernels& kernels, const Draw& draw) {
+  const GemmKernels& g = any_family(kernels, draw);
+  const PackSource source = g.k_unit == 2
+                                ? (coin(draw) ? PackSource::bf16 : PackSource::f32_as_bf16)
+                                : static_cast<PackSource>(draw(0, 3));
+  const int half = pick(draw, 0, g.mr / 2);
+  const int rows = half == 0 ? 1 : 2 * half;
+  const int64_t units = draw(0, 70);
+  const int64_t k = units * g.k_unit;
+  const bool accumulate = coin(draw);
+  const Values kind = any_values(draw);
+  const DType type = storage_of(source);
+  const int64_t first = draw(0, 40);  // the column where the panel begins
+  const Rows b_rows(k, first + g.nr, type, kind, draw);
+  Random random = random_of(draw);
+  const int64_t a_floats = units == 0 ? 0 : (units - 1) * g.mr + rows;
+  const GuardedBuffer a = floats(a_floats);
+  fill_units(g, a, a_floats, kind, random);
+  const GuardedBuffer c = floats(int64_t{rows} * g.nr, 64);
+  const GuardedBuffer plain = floats(int64_t{rows} * g.nr, 64);
+  for (int i = 0; i < rows * g.nr; ++i) as_floats(c)[i] = as_floats(plain)[i] = value(kind, random);
+  const GuardedBuffer packed = floats(units * g.nr, 64);
+  const GuardedBuffer panel = floats(units * g.nr, 64);
+  g.tile_packing(source, rows, a.data(), b_rows.pointers.data(), first * size_of(type), units,
+                 as_floats(c), accumulate, packed.data());
+  std::vector<const void*> at_first;
+  for (const void* row : b_rows.pointers) {
+    at_first.push_back(static_cast<const std::byte*>(row) + first * size_of(type));
+  }
+  g.pack_cols(source, at_first.data(), k, g.nr, g.nr, panel.data());
+  g.tile(rows, a.data(), panel.data(), units, as_floats(plain), accumulate, any_hints(draw));
+  const std::string what =
+      text(g.k_unit == 2 ? "pairs" : "fp32", ", source ", static_cast<int>(source), ", values ",
+           static_cast<int>(kind), ", rows ", rows, ", units ", units);
+  if (std::memcmp(packed.data(), panel.data(), static_cast<size_t>(units * g.nr) * 4) != 0) {
+    return text(what, ": the packed panel differs");
+  }
+  for (int i = 0; i < rows * g.nr; ++i) {
+    if (!same(as_floats(c)[i], as_floats(plain)[i])) {
+      return text(what, ": [", i / g.nr, ", ", i % g.nr, "] is ", as_floats(c)[i], ", must be ",
+                  as_floats(plain)[i]);
+    }
+  }
+  return b_rows.buffer.damage() + a.damage() + c.damage() + packed.damage();
 }
 
 std::string an_element_does_not_know_its_place(const cpu::Kernels& kernels, const Draw& draw) {

@@ -22,6 +22,11 @@ std::string packing_is_its_definition(const cpu::Kernels& kernels, const Draw& d
 std::string a_tile_is_its_definition(const cpu::Kernels& kernels, const Draw& draw);
 // Streamed rows hold the tile's bits: tokens in the lanes, rows as they lie in memory, any depth.
 std::string streamed_rows_are_their_definition(const cpu::Kernels& kernels, const Draw& draw);
+// Rows of a product, straight to an output of any type: the tile's bits rounded once, also on top
+// of what is there and past the caches; rows and columns beyond are left alone.
+std::string product_rows_are_their_definition(const cpu::Kernels& kernels, const Draw& draw);
+// A tile that packs B as it multiplies holds the tile's bits and leaves the panel of pack_cols.
+std::string a_packing_tile_is_its_definition(const cpu::Kernels& kernels, const Draw& draw);
 // load, store, round_values, exp, softmax: an element does not depend on its place or on how many
 // there are; conversions are the scalar level's, bit by bit.
 std::string an_element_does_not_know_its_place(const cpu::Kernels& kernels, const Draw& draw);
@@ -43,6 +48,8 @@ inline constexpr Law kLaws[] = {
     {"PackingIsItsDefinition", packing_is_its_definition},
     {"ATileIsItsDefinition", a_tile_is_its_definition},
     {"StreamedRowsAreTheirDefinition", streamed_rows_are_their_definition},
+    {"ProductRowsAreTheirDefinition", product_rows_are_their_definition},
+    {"APackingTileIsItsDefinition", a_packing_tile_is_its_definition},
     {"AnElementDoesNotKnowItsPlace", an_element_does_not_know_its_place},
     {"StatisticsBelongToTheirRow", statistics_belong_to_their_row},
     {"GradLogitsBelongToTheirRow", grad_logits_belong_to_their_row},

@@ -483,18 +483,22 @@ GradientOutputs outputs_of(GradientResult& r) {
 }
 
 GradientResult run_gradient(const GradientCase& c, const PlanOptions& options) {
-  GradientResult result = make_gradient_outputs(c);
   const auto plan = plan_gradient(c.shape, c.types(), options);
   if (!plan) {
     ADD_FAILURE() << "plan_gradient: " << plan.error().message;
-    return result;
+    return make_gradient_outputs(c);
   }
   EXPECT_EQ(plan->isa(), options.isa.value_or(plan->isa()));
   if (options.workspace_limit_bytes > 0) {
     EXPECT_LE(plan->workspace_bytes(), options.workspace_limit_bytes);
   }
+  return run_gradient(c, *plan);
+}
+
+GradientResult run_gradient(const GradientCase& c, const GradientPlan& plan) {
+  GradientResult result = make_gradient_outputs(c);
   const auto ran =
-      run(*plan, c.operands(), outputs_of(result), guarded_workspace(plan->workspace_bytes()));
+      run(plan, c.operands(), outputs_of(result), guarded_workspace(plan.workspace_bytes()));
   if (!ran) ADD_FAILURE() << "gradient: " << ran.error().message;
   EXPECT_EQ(result.damage(), "");
   return result;

@@ -134,6 +134,7 @@ struct GradientResult {
 GradientResult make_gradient_outputs(const GradientCase& c);
 GradientOutputs outputs_of(GradientResult& result);
 GradientResult run_gradient(const GradientCase& c, const PlanOptions& options);
+GradientResult run_gradient(const GradientCase& c, const GradientPlan& plan);
 struct ReferenceGradient {
   std::optional<reference::Gradient> input, weight;
 };

@@ -115,7 +115,9 @@ GradientCase gradient_case_of(const StepCase& c, const StepResult* statistics) {
   return g;
 }
 
-StepResult run_step(const StepCase& c, const PlanOptions& options, Strategy strategy) {
+namespace {
+
+StepResult make_step_outputs(const StepCase& c) {
   StepResult r;
   const int64_t BT = c.shape.BT, stride = c.vector_stride;
   r.loss = TestTensor::vector(DType::f32, BT, stride);
@@ -123,16 +125,27 @@ StepResult run_step(const StepCase& c, const PlanOptions& options, Strategy stra
   r.sum_exp_logits = TestTensor::vector(DType::f32, BT, stride);
   r.predicted_logits = TestTensor::vector(DType::f32, BT, stride);
   r.gradients = make_gradient_outputs(gradient_case_of(c));
+  return r;
+}
+
+}  // namespace
+
+StepResult run_step(const StepCase& c, const PlanOptions& options, Strategy strategy) {
   const auto plan = plan_loss_and_gradient(c.shape, c.types(), options, strategy);
   if (!plan) {
     ADD_FAILURE() << "plan_loss_and_gradient: " << plan.error().message;
-    return r;
+    return make_step_outputs(c);
   }
   EXPECT_EQ(plan->isa(), options.isa.value_or(plan->isa()));
   EXPECT_TRUE(strategy == Strategy::automatic || plan->strategy() == strategy);
   if (options.workspace_limit_bytes > 0) {
     EXPECT_LE(plan->workspace_bytes(), options.workspace_limit_bytes);
   }
+  return run_step(c, *plan);
+}
+
+StepResult run_step(const StepCase& c, const LossAndGradientPlan& plan) {
+  StepResult r = make_step_outputs(c);
   const GradientOutputs gradients = outputs_of(r.gradients);
   LossAndGradientOutputs outputs;
   outputs.loss = r.loss.vector_view();
@@ -142,7 +155,7 @@ StepResult run_step(const StepCase& c, const PlanOptions& options, Strategy stra
   outputs.predicted_logits = r.predicted_logits.vector_view();
   outputs.grad_input = gradients.grad_input;
   outputs.grad_weight = gradients.grad_weight;
-  const auto ran = run(*plan, c.operands(), outputs, guarded_workspace(plan->workspace_bytes()));
+  const auto ran = run(plan, c.operands(), outputs, guarded_workspace(plan.workspace_bytes()));
   if (!ran) ADD_FAILURE() << "loss_and_gradient: " << ran.error().message;
   EXPECT_EQ(r.gradients.damage() + r.loss.damage() + r.logits_max.damage() +
                 r.sum_exp_logits.damage() + r.predicted_logits.damage(),

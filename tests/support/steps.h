@@ -54,6 +54,7 @@ GradientCase gradient_case_of(const StepCase& c, const StepResult* statistics = 
 // Plans, asserts ISA, strategy and limit, runs in a guarded workspace, checks gaps. Any error is a
 // test failure.
 StepResult run_step(const StepCase& c, const PlanOptions& options, Strategy strategy);
+StepResult run_step(const StepCase& c, const LossAndGradientPlan& plan);
 
 // Statistics and loss: the bits of the separate operators. Gradients: of the gradient operator
 // where recomputed, within the allowed error (one more rounding of softmax) in one pass.
