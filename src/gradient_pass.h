@@ -683,48 +683,71 @@ class GradientPass {
                           region<std::byte>(p_.few_logits + team.rank() * p_.few_stride));
     }
     const Panels panels(cell.tokens, g_.mr);
-    const cpu::GradTileOptions options = tile_options();
-    for (int64_t b = range.begin; b < range.end; ++b) {
-      const int64_t begin = b * g_.nr;
-      const auto width = static_cast<int>(std::min<int64_t>(g_.nr, cell.columns - begin));
-      float* weight = own<float>(team, p_.weight_rows);
+    for (int64_t b0 = range.begin; b0 < range.end; b0 += p_.own_group) {
+      const int64_t b1 = std::min(range.end, b0 + p_.own_group);
       if (recompute() && !p_.few) {
-        pack_row_panel(p_.target, {in_.weight, nullptr, cell.v0}, begin, width, g_.nr, weight);
+        const Range v = panel_rows(cell, b0);
+        pack_row_panel(p_.target, {in_.weight, nullptr, v.begin}, 0, static_cast<int>(v.size()),
+                       g_.nr, own<float>(team, p_.weight_rows));
       }
-      float* columns_panel = out_.grad_weight ? own<float>(team, p_.grad_cols) : nullptr;
       for (int64_t a = 0; a < panels.count; ++a) {
-        const int64_t row0 = panels.begin(a);
-        const void* values[kMaxTileRows];
-        cpu::GradTile from{.source = cpu::GradSource::logits,
-                           .type = DType::f32,
-                           .rows = values,
-                           .count = panels.size(a),
-                           .columns = width,
-                           .v0 = cell.v0 + begin};
-        if (p_.source == SoftmaxSource::softmax) {
-          from.source = cpu::GradSource::softmax;
-          softmax_rows(region<int64_t>(p_.row_index) + row0, from.v0, scratch(team), from, values);
-        } else if (p_.source == SoftmaxSource::held) {
-          held_rows(a, row0, from, values);
-        } else {
-          const float* tile = scratch(team);
-          if (p_.few) {
-            tile = logits + ((b - range.begin) * p_.few.width + row0) * g_.nr;
-          } else {
-            const float* input = region<float>(p_.input_rows) + a * h_units_ * g_.mr;
-            const int64_t after = a + 1 < panels.count ? h_units_ * g_.mr : 0;
-            g_.tile(Panels::tile_rows(from.count), input, weight, h_units_, scratch(team), false,
-                    {input + after, weight, 0});
-          }
-          for (int r = 0; r < from.count; ++r) values[r] = tile + r * g_.nr;
+        for (int64_t b = b0; b < b1; ++b) {
+          own_grad_tile(team, cell, panels, a, b, own_grad_cols(team, cell, b - b0),
+                        p_.few ? logits + (b - range.begin) * p_.few.width * g_.nr : nullptr);
         }
-        g_.grad_panels(
-            from, region<cpu::GradRow>(p_.row_params) + row0, options, in_grad_rows(cell, a, b),
-            columns_panel == nullptr ? nullptr : columns_panel + row0 / g_.k_unit * g_.nr);
       }
-      if (columns_panel != nullptr)
-        store_weight_rows(team, cell, {cell.v0 + begin, cell.v0 + begin + width}, columns_panel);
+      for (int64_t b = b0; b < b1 && out_.grad_weight; ++b) {
+        store_weight_rows(team, cell, panel_rows(cell, b), own_grad_cols(team, cell, b - b0));
+      }
     }
+  }
+
+  Range panel_rows(const Cell& cell, int64_t b) const {
+    return {cell.v0 + b * g_.nr, cell.v0 + std::min((b + 1) * g_.nr, cell.columns)};
+  }
+  float* own_grad_cols(const Team& team, const Cell& cell, int64_t panel) const {
+    return own<float>(team, p_.grad_cols) + panel * cell.token_units(g_.k_unit) * g_.nr;
+  }
+
+  // Tile (a, b) of grad_logits, into the A panel of its tokens and this thread's B panel.
+  // few: the logits of all tokens, where they are few.
+  void own_grad_tile(const Team& team, const Cell& cell, const Panels& panels, int64_t a, int64_t b,
+                     float* grad_cols, const float* few) {
+    const int64_t row0 = panels.begin(a);
+    const Range v = panel_rows(cell, b);
+    const void* values[kMaxTileRows];
+    cpu::GradTile from{.source = cpu::GradSource::logits,
+                       .type = DType::f32,
+                       .rows = values,
+                       .count = panels.size(a),
+                       .columns = static_cast<int>(v.size()),
+                       .v0 = v.begin};
+    switch (p_.source) {
+      case SoftmaxSource::logits: {
+        const float* tile = scratch(team);
+        if (p_.few) {
+          tile = few + row0 * g_.nr;
+        } else {
+          const float* input = region<float>(p_.input_rows) + a * h_units_ * g_.mr;
+          const float* weight = own<float>(team, p_.weight_rows);
+          const int64_t after = a + 1 < panels.count ? h_units_ * g_.mr : 0;
+          g_.tile(Panels::tile_rows(from.count), input, weight, h_units_, scratch(team), false,
+                  {input + after, weight, 0});
+        }
+        for (int r = 0; r < from.count; ++r) values[r] = tile + r * g_.nr;
+        break;
+      }
+      case SoftmaxSource::softmax:
+        from.source = cpu::GradSource::softmax;
+        softmax_rows(region<int64_t>(p_.row_index) + row0, v.begin, scratch(team), from, values);
+        break;
+      case SoftmaxSource::held:
+        held_rows(a, row0, from, values);
+        break;
+    }
+    g_.grad_panels(from, region<cpu::GradRow>(p_.row_params) + row0, tile_options(),
+                   in_grad_rows(cell, a, b),
+                   out_.grad_weight ? grad_cols + row0 / g_.k_unit * g_.nr : nullptr);
   }
 
   // Rows [v.begin, v.end) of grad_weight, at most nr, from the B panel of their grad_logits.

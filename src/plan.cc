@@ -316,7 +316,7 @@ int64_t lay_out(GradientPlanData& p) {
     Layout own;
     p.weight_rows = own.add(recompute && !p.few ? h_units * g.nr * 4 : 0);
     p.weight_cols = own.add(want_input ? v_units * g.nr * 4 : 0);
-    p.grad_cols = own.add(want_weight ? t_units * g.nr * 4 : 0);
+    p.grad_cols = own.add(want_weight ? p.own_group * t_units * g.nr * 4 : 0);
     p.weight_pointers = own.add(want_input ? p.vocab_chunk * 8 : 0);
     p.own_stride = own.bytes();
     const int64_t base = l.add(p.target.threads * p.own_stride);
@@ -494,12 +494,17 @@ std::vector<int64_t> own_chunk_sizes(const GradientPlanData& p) {
 
 }  // namespace
 
+// Where softmax or exponentials are read, some panels at a time: along their rows.
 GradientPlanData with_own_panels(GradientPlanData p, int64_t vocab_chunk) {
   p.own_panels = true;
   p.vocab_outside = false;
   p.token_chunk = round_up(std::max<int64_t>(p.shape.BT, 1), 2);
   p.vocab_chunk = vocab_chunk;
-  if (p.source == SoftmaxSource::logits) p.few = few_tokens(*p.target.gemm, p.shape.BT);
+  if (p.source == SoftmaxSource::logits) {
+    p.few = few_tokens(*p.target.gemm, p.shape.BT);
+  } else {
+    p.own_group = p.source == SoftmaxSource::softmax ? 4 : 2;
+  }
   lay_out(p);
   return p;
 }

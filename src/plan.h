@@ -163,6 +163,7 @@ struct GradientPlanData {
   // what it needs itself, panel by panel. input_cols are then B panels, tokens x H; weight_rows,
   // weight_cols and grad_cols are one panel per thread.
   bool own_panels = false;
+  int64_t own_group = 1;  // panels a thread makes together, so that rows are read along
   FewTokens few;
   int64_t weight_pointers = 0;             // per thread: the chunk's rows of weight
   int64_t own_stride = 0;                  // of these four
