@@ -10,8 +10,9 @@
 //         max and sum of exp per row and segment    -> partial statistics
 //       merge the segments of the chunk in order    one owner per row
 //
-// A few tokens read weight as it lies in memory, a segment at a time, without packing it or meeting
-// in between (stream_block).
+// A short batch goes another way (own_block): each member takes segments of its own, packs weight
+// for itself alone, panel by panel, or for a few tokens reads it as it lies in memory, and the team
+// meets only once.
 //
 // Which segment a column belongs to depends on the column alone, and segments are merged in
 // ascending order, so threads, chunks and blocks leave no trace in the bits.
@@ -124,15 +125,10 @@ class ForwardPass {
   }
 
   void one_block(const Team& team, int64_t rows) {
-    if (p_.few) return stream_block(team, rows);
+    if (p_.own_segments()) return own_block(team, rows);
     const Panels panels(rows, p_.panel_rows);
-    const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
     const RowSelection input{in_.input, region<int64_t>(p_.row_index)};
-    const Range mine = team.part(panels.count);
-    for (int64_t i = mine.begin; i < mine.end && !stop_.requested(); ++i) {
-      pack_row_panel(p_.target, input, panels.begin(i), panels.size(i), g_.mr,
-                     region<float>(p_.input_panels) + i * units * g_.mr);
-    }
+    pack_input(team, input, panels);
     const int64_t segments = ceil_div(p_.shape.V, cpu::kSegmentColumns);
     for (int64_t s0 = 0; s0 < segments; s0 += p_.chunk_segments) {
       const int64_t count = std::min(p_.chunk_segments, segments - s0);
@@ -156,6 +152,15 @@ class ForwardPass {
  private:
   int segment_panels() const { return cpu::kSegmentColumns / g_.nr; }
 
+  void pack_input(const Team& team, const RowSelection& input, const Panels& panels) {
+    const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
+    const Range mine = team.part(panels.count);
+    for (int64_t i = mine.begin; i < mine.end && !stop_.requested(); ++i) {
+      pack_row_panel(p_.target, input, panels.begin(i), panels.size(i), g_.mr,
+                     region<float>(p_.input_panels) + i * units * g_.mr);
+    }
+  }
+
   void pack_weight(const Team& team, int64_t s0, int64_t segments) {
     const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
     const int64_t v0 = s0 * cpu::kSegmentColumns;
@@ -176,7 +181,7 @@ class ForwardPass {
     const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
     const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
     const int64_t v0 = (s0 + s) * cpu::kSegmentColumns;
-    const int columns = static_cast<int>(std::min<int64_t>(cpu::kSegmentColumns, p_.shape.V - v0));
+    const int columns = segment_columns(v0);
     const int vocab_panels = static_cast<int>(ceil_div(columns, g_.nr));
     float* tiles = region<float>(p_.tiles + team.rank() * p_.tiles_stride);
     const int64_t panel_stride = segment_panels() * tile_floats;
@@ -207,37 +212,82 @@ class ForwardPass {
     }
   }
 
-  // Few tokens: weight is read as it lies in memory. Each member takes a stretch of the segments.
-  void stream_block(const Team& team, int64_t rows) {
-    if (team.rank() == 0) {
-      pack_row_panel(p_.target, {in_.input, region<int64_t>(p_.row_index)}, 0,
-                     static_cast<int>(rows), p_.few.width, region<float>(p_.input_panels));
+  // A short batch. Each member takes a stretch of the segments.
+  void own_block(const Team& team, int64_t rows) {
+    const RowSelection input{in_.input, region<int64_t>(p_.row_index)};
+    const Panels panels(rows, p_.panel_rows);
+    if (!p_.few) {
+      pack_input(team, input, panels);
+    } else if (team.rank() == 0) {
+      pack_row_panel(p_.target, input, 0, static_cast<int>(rows), p_.few.width,
+                     region<float>(p_.input_panels));
     }
     team.barrier();
     const int64_t segments = ceil_div(p_.shape.V, cpu::kSegmentColumns);
     const Range mine = team.part(segments);
     for (int64_t s = mine.begin; s < mine.end && !stop_.requested(); ++s) {
-      stream_segment(team, static_cast<int>(rows), s);
+      if (p_.few) {
+        few_segment(team, panels, s);
+      } else {
+        own_segment(team, panels, s);
+      }
     }
     if (stop_.leave_together(team)) return;
     merge_segments(team, rows, 0, segments);
     finish(team.part(rows));
   }
 
-  void stream_segment(const Team& team, int rows, int64_t s) {
+  void few_segment(const Team& team, const Panels& panels, int64_t s) {
     const int64_t tile_floats = int64_t{p_.few.width} * g_.nr;
     const int64_t v0 = s * cpu::kSegmentColumns;
-    const int columns = static_cast<int>(std::min<int64_t>(cpu::kSegmentColumns, p_.shape.V - v0));
+    const int columns = segment_columns(v0);
     float* tiles = few_logits(p_.target, p_.few, in_.weight, region<float>(p_.input_panels), v0,
-                              columns, region<std::byte>(p_.tiles + team.rank() * p_.tiles_stride));
+                              columns, own(team));
     const int64_t part = s * p_.token_block;
-    if (!p_.held) return statistics(0, rows, tiles, tile_floats, v0, columns, part, nullptr);
-    const Panels panels(rows, p_.panel_rows);
+    if (!p_.held) {
+      return statistics(0, static_cast<int>(panels.n), tiles, tile_floats, v0, columns, part,
+                        nullptr);
+    }
     for (int64_t i = 0; i < panels.count; ++i) {
       const int64_t row0 = panels.begin(i);
       statistics(row0, panels.size(i), tiles + row0 * g_.nr, tile_floats, v0, columns, part,
                  held_tile(i, v0));
     }
+  }
+
+  // Weight is packed panel by panel, and each panel meets all tokens while it is in L2; the rows of
+  // the next one are fetched meanwhile.
+  void own_segment(const Team& team, const Panels& panels, int64_t s) {
+    const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
+    const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
+    const int64_t panel_stride = segment_panels() * tile_floats;
+    const int64_t v0 = s * cpu::kSegmentColumns;
+    const int columns = segment_columns(v0);
+    auto* tiles = reinterpret_cast<float*>(own(team));
+    float* weight = tiles + p_.token_panels() * panel_stride;
+    for (int v = 0; v * g_.nr < columns; ++v) {
+      pack_row_panel(p_.target, {in_.weight, nullptr, v0}, v * g_.nr,
+                     std::min(g_.nr, columns - v * g_.nr), g_.nr, weight);
+      for (int64_t i = 0; i < panels.count; ++i) {
+        const float* input = region<float>(p_.input_panels) + i * units * g_.mr;
+        const int64_t after = i + 1 < panels.count ? units * g_.mr : 0;
+        g_.tile(Panels::tile_rows(panels.size(i)), input, weight, units,
+                tiles + i * panel_stride + v * tile_floats, false,
+                ahead_of_rows(input + after, in_.weight, v0 + (v + 1) * g_.nr, g_.nr, i,
+                              panels.count, units));
+      }
+    }
+    for (int64_t i = 0; i < panels.count; ++i) {
+      statistics(panels.begin(i), panels.size(i), tiles + i * panel_stride, tile_floats, v0,
+                 columns, s * p_.token_block, held_tile(i, v0));
+    }
+  }
+
+  std::byte* own(const Team& team) const {
+    return region<std::byte>(p_.tiles + team.rank() * p_.tiles_stride);
+  }
+  int segment_columns(int64_t v0) const {
+    return static_cast<int>(std::min<int64_t>(cpu::kSegmentColumns, p_.shape.V - v0));
   }
 
   // Where the exponentials of a token panel are kept, from column v0 on.

@@ -732,7 +732,8 @@ class GradientPass {
           const float* weight = own<float>(team, p_.weight_rows);
           const int64_t after = a + 1 < panels.count ? h_units_ * g_.mr : 0;
           g_.tile(Panels::tile_rows(from.count), input, weight, h_units_, scratch(team), false,
-                  {input + after, weight, 0});
+                  ahead_of_rows(input + after, in_.weight, v.begin + g_.nr, g_.nr, a, panels.count,
+                                h_units_));
         }
         for (int r = 0; r < from.count; ++r) values[r] = tile + r * g_.nr;
         break;

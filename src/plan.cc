@@ -123,8 +123,10 @@ int64_t lay_out(ForwardPlanData& p) {
     p.tiles_stride = round_up(p.few.own_bytes(g), kAlignment);
   } else {
     p.input_panels = l.add(p.token_panels() * units * g.mr * 4);
-    p.weight_panels = l.add(p.chunk_segments * seg_panels * units * g.nr * 4);
-    p.tiles_stride = round_up(int64_t{p.group} * seg_panels * g.mr * g.nr * 4, kAlignment);
+    p.weight_panels = l.add(p.own_panels ? 0 : p.chunk_segments * seg_panels * units * g.nr * 4);
+    const int64_t panels = p.own_panels ? p.token_panels() : p.group;
+    const int64_t weight = p.own_panels ? units * g.nr * 4 : 0;
+    p.tiles_stride = round_up(panels * seg_panels * g.mr * g.nr * 4 + weight, kAlignment);
   }
   p.tiles = l.add(p.target.threads * p.tiles_stride);
   const int64_t segments = p.partial_segments();
@@ -160,7 +162,8 @@ int64_t forward_rounds(const ForwardPlanData& p) {
          ceil_div(segments % p.chunk_segments * panels, threads);
 }
 double forward_idle_share(const ForwardPlanData& p) {
-  if (p.few) return idle_share(ceil_div(p.shape.V, cpu::kSegmentColumns), p.target.threads);
+  if (p.own_segments())
+    return idle_share(ceil_div(p.shape.V, cpu::kSegmentColumns), p.target.threads);
   const int64_t units = ceil_div(p.shape.V, cpu::kSegmentColumns) * p.token_panels();
   if (units == 0) return 0;
   return 1.0 - static_cast<double>(units) /
@@ -195,7 +198,27 @@ FewTokens few_tokens(const cpu::GemmKernels& g, int64_t BT) {
                                                 : round_up(BT, g.lanes))};
 }
 
-constexpr int kSmallTeam = 8;  // full panels serve it
+constexpr int kSmallTeam = 8;  // full panels and whole segments serve it
+
+// Segments of one's own where all tokens meet a panel of weight in the caches; unchanged otherwise.
+ForwardPlanData with_own_segments(ForwardPlanData p) {
+  constexpr int64_t kMostTokens = 1024;             // their tiles of a segment: 1 MiB a thread
+  constexpr int64_t kMostBytes = int64_t{8} << 20;  // of their input
+  constexpr double kMostIdle = 0.03;
+  const cpu::GemmKernels& g = *p.target.gemm;
+  const int64_t BT = std::max<int64_t>(p.shape.BT, 1);
+  p.few = few_tokens(g, BT);
+  const bool fits =
+      BT <= kMostTokens && round_up(BT, g.mr) * ceil_div(p.shape.H, g.k_unit) * 4 <= kMostBytes;
+  const double idle = idle_share(ceil_div(p.shape.V, cpu::kSegmentColumns), p.target.threads);
+  p.own_panels = !p.few && fits && (p.target.threads <= kSmallTeam || idle <= kMostIdle);
+  if (!p.own_segments()) return p;
+  p.token_block = BT;
+  p.panel_rows = g.mr;
+  p.chunk_segments = std::max<int64_t>(1, ceil_div(p.shape.V, cpu::kSegmentColumns));
+  lay_out(p);
+  return p;
+}
 
 // Tokens in blocks, as many rows per block as fit, since weight is packed once per block; weight in
 // chunks of segments, which only have to keep the threads evenly busy between two barriers.
@@ -225,13 +248,9 @@ Result<void> choose_blocks(ForwardPlanData& p, const PlanOptions& options) {
     p.group = static_cast<int>(group);
     return lay_out(p) <= limit;
   };
-  if (const FewTokens of_all = few_tokens(g, BT)) {
-    ForwardPlanData few = p;
-    few.few = of_all;
-    few.token_block = BT;
-    few.chunk_segments = segments;
-    if (lay_out(few) <= limit) {
-      p = few;
+  if (const ForwardPlanData own = with_own_segments(p); own.own_segments()) {
+    if (own.workspace_bytes <= limit) {
+      p = own;
       return {};
     }
   }
@@ -669,7 +688,7 @@ bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
   LossAndGradientPlanData best;
   // False when it does not fit.
   const auto consider = [&](LossAndGradientPlanData c) {
-    c.forward.chunk_segments = c.forward.few ? segments : short_chunk;
+    if (!c.forward.own_segments()) c.forward.chunk_segments = short_chunk;
     least_bytes = std::min(least_bytes, lay_out(c));
     if (c.workspace_bytes > p.limit_bytes) return false;
     LossAndGradientPlanData longer = c;
@@ -692,7 +711,7 @@ bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
   for (const int64_t vocab_chunk : own_chunk_sizes(p.gradient)) {
     LossAndGradientPlanData c = p;
     c.forward.token_block = block_of(1);
-    c.forward.few = few_tokens(g, p.shape.BT);
+    c.forward = with_own_segments(c.forward);
     c.gradient = with_own_panels(c.gradient, vocab_chunk);
     consider(c);
   }
@@ -851,13 +870,18 @@ std::string ForwardPlan::describe() const {
   const int64_t units = ceil_div(p.shape.H, p.target.gemm->k_unit);
   std::string text = "forward " + shape_text(p.shape) + ", " + name_of(p.types.operand) + "\n";
   text += "  " + target_text(p.target) + "\n";
-  if (p.few) {
+  if (p.own_segments()) {
     const int64_t segments = ceil_div(p.shape.V, cpu::kSegmentColumns);
-    text += "  few tokens, " +
-            (p.few.vocab_in_lanes(*p.target.gemm)
-                 ? "vocabulary in the lanes"
-                 : std::to_string(p.few.width) + " of them in the lanes") +
-            ": weight is read once, as it lies in memory\n";
+    if (p.few) {
+      text += "  few tokens, " +
+              (p.few.vocab_in_lanes(*p.target.gemm)
+                   ? "vocabulary in the lanes"
+                   : std::to_string(p.few.width) + " of them in the lanes") +
+              ": weight is read once, as it lies in memory\n";
+    } else {
+      text += "  all tokens in one block; each thread takes segments of the vocabulary, " +
+              std::to_string(cpu::kSegmentColumns) + " columns each\n";
+    }
     text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +
             std::to_string(p.workspace_bytes) + " bytes)\n";
     return text + "  idle: " + percent_text(idle_share(segments, p.target.threads)) + " (" +

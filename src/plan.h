@@ -95,7 +95,11 @@ struct ForwardPlanData {
   int panel_rows = 0;          // tokens of a panel: mr, or fewer so that a large team shares them
   int group = 0;               // token panels that share one walk over a segment
   int64_t least_bytes = 0;     // the least workspace any limit allows
+  // A short batch: all tokens in one block, and each thread takes segments of its own, of which it
+  // packs a panel of weight at a time; or none, for a few tokens.
+  bool own_panels = false;
   FewTokens few;
+  bool own_segments() const { return own_panels || few; }
   // One pass: the exponentials of a block's logits are kept, in this type, as tiles
   // [token panel][vocabulary panel][mr][nr], and the statistics of all its segments.
   std::optional<DType> held;
@@ -104,7 +108,7 @@ struct ForwardPlanData {
   int64_t token_panels() const { return ceil_div(token_block, panel_rows); }
   // Of a chunk, but where it is of all.
   int64_t partial_segments() const {
-    return held || few ? ceil_div(shape.V, cpu::kSegmentColumns) : chunk_segments;
+    return held || own_segments() ? ceil_div(shape.V, cpu::kSegmentColumns) : chunk_segments;
   }
   int64_t held_tile_bytes() const { return target.gemm->mr * target.gemm->nr * size_of(*held); }
   // Workspace offsets in bytes.

@@ -3,6 +3,7 @@
 // resolved here, block by block, so no operand is ever copied whole.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -115,6 +116,17 @@ inline void pack_row_panel(const Target& target, const RowSelection& rows, int64
     for (int i = 0; i < count; ++i) gather(m, rows.row(begin + i), k0, k, staged[i]);
     g.pack_rows(target.source, pointers, count, width, k, dst + k0 / g.k_unit * width);
   }
+}
+
+// What a tile may fetch for the panel that is packed next, `rows` rows of m from `first` on: part
+// `part` of `parts` equal ones, `k_units` steps each. A hint: the rows need not exist.
+inline cpu::Ahead ahead_of_rows(const void* next_a, const ConstMatrixView& m, int64_t first,
+                                int64_t rows, int64_t part, int64_t parts, int64_t k_units) {
+  const int64_t row_bytes = m.row_stride * size_of(m.dtype);
+  const int64_t step = rows * row_bytes / std::max<int64_t>(1, k_units * parts);
+  const auto begin = reinterpret_cast<uintptr_t>(m.data);
+  const auto offset = static_cast<uintptr_t>(first * row_bytes + part * k_units * step);
+  return {next_a, reinterpret_cast<const void*>(begin + offset), step};
 }
 
 inline constexpr int64_t kPackDepth = 64;  // rows of k packed together: even, and L1-sized

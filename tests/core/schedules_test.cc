@@ -115,6 +115,42 @@ TEST_P(Schedules, GradientOfEveryLayout) {
   }
 }
 
+// Segments of one's own, for few tokens or not, and segments shared by the team.
+TEST_P(Schedules, Forward) {
+  for (const Arithmetic& arithmetic : all_arithmetics()) {
+    for (const int64_t tokens : {1, 7, 33, 83}) {
+      ForwardCase c = make_forward_case({.BT = tokens, .V = 700, .H = 71}, arithmetic);
+      c.logits = DType::f32;
+      const auto want = run_forward(c, options(1)).bits();
+      for (const int threads : {1, 2, 3}) {
+        const ForwardPlanData plan = plan_forward(c.shape, c.types(), options(threads))->data();
+        ASSERT_TRUE(plan.own_segments()) << "a short batch";
+        std::vector<ForwardPlanData> ways;
+        ForwardPlanData p = plan;
+        p.few = {};
+        p.own_panels = true;
+        ways.push_back(p);
+        p.own_panels = false;
+        p.group = 2;
+        for (const int64_t block : {int64_t{28}, tokens}) {
+          p.token_block = std::min(block, tokens);
+          for (const int64_t segments : {1, 3}) {
+            p.chunk_segments = segments;
+            ways.push_back(p);
+          }
+        }
+        for (ForwardPlanData& way : ways) {
+          lay_out(way);
+          const ForwardPlan other(std::make_shared<ForwardPlanData>(way));
+          ASSERT_EQ(run_forward(c, other).bits(), want)
+              << c.describe() << ", " << threads << " threads\n"
+              << other.describe();
+        }
+      }
+    }
+  }
+}
+
 // One pass in one block of tokens and in several, the first also with panels of one's own.
 TEST_P(Schedules, OnePass) {
   for (const Arithmetic& arithmetic : all_arithmetics()) {
@@ -129,10 +165,11 @@ TEST_P(Schedules, OnePass) {
           const int64_t mr = p.target.gemm->mr;
           p.gradient = scheduled(p.gradient, s);
           p.gradient.few = {};
-          if (!s.few) p.forward.few = {};
-          if (!p.forward.few) p.forward.chunk_segments = 1;
-          if (!s.own_panels) {
+          if (!s.few) {
             p.forward.few = {};
+            p.forward.own_panels = s.own_panels;
+          }
+          if (!s.own_panels) {
             p.forward.chunk_segments = 1;
             p.forward.token_block = p.gradient.token_chunk =
                 std::min(round_up(s.token_chunk, mr), round_up(tokens, mr));

@@ -208,18 +208,22 @@ ForwardOutputs outputs_of(const ForwardCase& c, ForwardResult& r) {
 }
 
 ForwardResult run_forward(const ForwardCase& c, const PlanOptions& options) {
-  ForwardResult result = make_forward_outputs(c);
   const auto plan = plan_forward(c.shape, c.types(), options);
   if (!plan) {
     ADD_FAILURE() << "plan_forward: " << plan.error().message;
-    return result;
+    return make_forward_outputs(c);
   }
   EXPECT_EQ(plan->isa(), options.isa.value_or(plan->isa()));
   if (options.workspace_limit_bytes > 0) {
     EXPECT_LE(plan->workspace_bytes(), options.workspace_limit_bytes);
   }
+  return run_forward(c, *plan);
+}
+
+ForwardResult run_forward(const ForwardCase& c, const ForwardPlan& plan) {
+  ForwardResult result = make_forward_outputs(c);
   const auto ran =
-      run(*plan, c.operands(), outputs_of(c, result), guarded_workspace(plan->workspace_bytes()));
+      run(plan, c.operands(), outputs_of(c, result), guarded_workspace(plan.workspace_bytes()));
   if (!ran) ADD_FAILURE() << "forward: " << ran.error().message;
   EXPECT_EQ(result.damage(), "");
   return result;

@@ -84,6 +84,7 @@ ForwardOutputs outputs_of(const ForwardCase& c, ForwardResult& result);
 // Plans, asserts the ISA, runs in a guarded workspace of exactly the planned size, checks gaps.
 // Any error is a test failure.
 ForwardResult run_forward(const ForwardCase& c, const PlanOptions& options);
+ForwardResult run_forward(const ForwardCase& c, const ForwardPlan& plan);
 reference::Statistics reference_forward(const ForwardCase& c);
 // Every output against the definition.
 void expect_forward(const ForwardCase& c, const ForwardResult& result);
