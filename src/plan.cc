@@ -504,7 +504,11 @@ std::vector<int64_t> own_chunk_sizes(const GradientPlanData& p) {
   const int64_t round = int64_t{p.target.gemm->nr} * p.target.threads;
   const int64_t all = round_up(std::max<int64_t>(p.shape.V, 1), p.target.gemm->nr);
   std::vector<int64_t> sizes;
+  // For few tokens a chunk's rows should still be in a cache when grad_input comes to them; for
+  // many the fewer passes over its accumulator count more.
+  constexpr int64_t kFew = 64;
   for (const int64_t wanted : {2048, 1024, 512, 256, 128, 64, 32, 16, 8}) {
+    if (p.shape.BT <= kFew && wanted > 512) continue;
     const int64_t size = std::min(all, std::max<int64_t>(1, wanted / round) * round);
     if (sizes.empty() || sizes.back() != size) sizes.push_back(size);
   }
