@@ -20,7 +20,7 @@ void update(const AdamW& adamw, double rate, int64_t step, Parameter& parameter)
   float* const square = parameter.square.data();
   const float* const gradient = parameter.gradient.data();
   const int64_t size = parameter.size();
-#pragma omp parallel for simd schedule(static)
+#pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < size; ++i) {
     const float g = gradient[i];
     mean[i] = beta1 * mean[i] + rest1 * g;
