@@ -15,11 +15,11 @@ struct Options {
   int64_t embedding = 32;  // numbers of each
   int64_t hidden = 256;    // H: what the head is given
   int64_t batch = 1024;    // BT: words predicted per step
-  int64_t steps = 200;
-  int64_t warm_up = 20;  // steps in which the rate rises to `rate`, then it falls to 0 at `steps`
-  double rate = 8e-3;
+  int64_t steps = 149;     // the bundled texts once
+  int64_t warm_up = 20;    // steps in which the rate rises to `rate`, then it falls to 0 at `steps`
+  double rate = 1.6e-2;
   double decay = 0.1;
-  double dropout = 0.3;  // share of hidden values that a step leaves out
+  double dropout = 0.2;  // share of hidden values that a step leaves out
 };
 
 // As written into checkpoints and records; equal exactly when the options are.
