@@ -54,7 +54,7 @@ std::vector<Verdict> compare(const Record& a, const Record& b) {
                       "float64: train again from the start",
                       named(*run)));
     }
-    at_most(fmt::format("first loss against float64, {}", named(*run)),
+    at_most(fmt::format("first mean loss against float64, {}", named(*run)),
             std::abs(run->losses.front() - run->exact_first_loss), kFirstLossTolerance);
     for (const Record::Judged& judged : run->first_step) {
       verdicts.push_back({fmt::format("first {} against float64, {}", judged.output, named(*run)),
@@ -62,7 +62,7 @@ std::vector<Verdict> compare(const Record& a, const Record& b) {
     }
   }
   const std::string both = fmt::format("{} against {}", named(a), named(b));
-  at_most("first loss, " + both, std::abs(a.losses.front() - b.losses.front()),
+  at_most("first mean loss, " + both, std::abs(a.losses.front() - b.losses.front()),
           kFirstLossTolerance);
   double largest = 0;
   const size_t early = std::min<size_t>(a.losses.size(), kEarlySteps);
@@ -70,7 +70,7 @@ std::vector<Verdict> compare(const Record& a, const Record& b) {
     const double apart = std::abs(a.losses[i] - b.losses[i]);
     if (std::isnan(apart) || apart > largest) largest = apart;
   }
-  at_most(fmt::format("first {} losses, {}", early, both), largest, kEarlyLossTolerance);
+  at_most(fmt::format("first {} mean losses, {}", early, both), largest, kEarlyLossTolerance);
   const double last_a = a.held_out.back().second, last_b = b.held_out.back().second;
   at_most("held-out loss, relative, " + both, std::abs(last_a - last_b) / std::abs(last_b),
           kHeldOutTolerance);

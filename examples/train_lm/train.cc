@@ -24,6 +24,7 @@
 #include "examples/train_lm/progress.h"
 #include "examples/train_lm/record.h"
 #include "examples/train_lm/trainer.h"
+#include "logitless/machine.h"
 
 namespace logitless::train_lm {
 namespace {
@@ -100,7 +101,7 @@ class Training {
       fingerprint_ = text_.fingerprint();
     });
     const int threads = cli::threads_of_rank();
-    if (threads > 0) omp_set_num_threads(threads);
+    omp_set_num_threads(threads > 0 ? threads : default_threads());  // of the small layers
     trainer_.emplace(*ranks_, arguments_.options, text_,
                      cover_[static_cast<size_t>(ranks_->rank())], threads);
     if (!arguments_.resume.empty()) {

@@ -54,17 +54,18 @@ TEST(Compare, EveryCheckCanFail) {
   const Record one = good_record(1);
   Record four = good_record(4);
   four.losses[0] += 2e-6;
-  EXPECT_THAT(failing(four, one), testing::ElementsAre(HasSubstr("first loss against float64, 4"),
-                                                       HasSubstr("first loss, 4 ranks against 1")));
+  EXPECT_THAT(failing(four, one),
+              testing::ElementsAre(HasSubstr("first mean loss against float64, 4"),
+                                   HasSubstr("first mean loss, 4 ranks against 1")));
   four = good_record(4);
   four.first_step[1].fine = false;
   EXPECT_THAT(failing(four, one),
               testing::ElementsAre(HasSubstr("first grad_input against float64, 4 ranks")));
   four = good_record(4);
   four.losses[99] += 3e-3;
-  EXPECT_THAT(failing(four, one), testing::ElementsAre(HasSubstr("first 100 losses")));
+  EXPECT_THAT(failing(four, one), testing::ElementsAre(HasSubstr("first 100 mean losses")));
   four.losses[99] = std::numeric_limits<double>::quiet_NaN();
-  EXPECT_THAT(failing(four, one), testing::ElementsAre(HasSubstr("first 100 losses")));
+  EXPECT_THAT(failing(four, one), testing::ElementsAre(HasSubstr("first 100 mean losses")));
   four = good_record(4);
   four.losses[100] += 3e-3;
   EXPECT_TRUE(failing(four, one).empty());
