@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-PATIENCE = 120  # seconds, after which a rank that waits for others gives up
+PATIENCE = 600  # seconds, after which a rank that waits for others gives up
 
 
 class _World:
