@@ -36,10 +36,6 @@ HostTensor filled(DType dtype, int64_t rows, int64_t cols, int64_t first) {
   return tensor;
 }
 
-class Nothing final : public PendingSum {
-  Result<void> wait() override { return {}; }
-};
-
 // Returns at once. Gathers give every rank this one's contribution, which is a valid one.
 class MuteCommunicator final : public Communicator {
  public:
@@ -53,12 +49,12 @@ class MuteCommunicator final : public Communicator {
     return {};
   }
   Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> /*values*/) override {
-    return std::unique_ptr<PendingSum>(std::make_unique<Nothing>());
+    return std::unique_ptr<PendingSum>(std::make_unique<NothingPending>());
   }
   Result<std::unique_ptr<PendingSum>> start_reduce_scatter_sum(std::span<const float> /*values*/,
                                                                std::span<const int64_t> /*counts*/,
                                                                std::span<float> /*mine*/) override {
-    return std::unique_ptr<PendingSum>(std::make_unique<Nothing>());
+    return std::unique_ptr<PendingSum>(std::make_unique<NothingPending>());
   }
 
  private:
@@ -75,6 +71,11 @@ class NotingCommunicator final : public Communicator {
   Result<void> all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
     gathers.push_back(mine.size());
     return inner_.all_gather(mine, all);
+  }
+  Result<std::unique_ptr<Pending>> start_all_gather(std::span<const std::byte> mine,
+                                                    std::span<std::byte> all) override {
+    gathers.push_back(mine.size());
+    return inner_.start_all_gather(mine, all);
   }
   Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> values) override {
     sums.push_back(values.size());
@@ -141,6 +142,7 @@ class RankBench {
     line.isa = plan_->isa();
     line.threads = plan_->threads();
     line.ranks = world_.size();
+    line.strategy = plan_->strategy();
     line.chunk_tokens = plan_->chunk_tokens();
     line.cover = cover_;
     line.repeats = repeats;
@@ -170,6 +172,7 @@ class RankBench {
     types.operand = settings_.dtype;
     types.grad_input = types.grad_weight = GradientOutput{.dtype = settings_.dtype};
     types.chunk_tokens = settings_.chunk_tokens;
+    types.strategy = settings_.strategy;
     PlanOptions options = settings_.run.plan_options();
     if (options.threads == 0) options.threads = threads_of_rank();
     auto planned = plan_vocab_parallel_linear_cross_entropy(world_, shape_, rows(), types, options);

@@ -16,6 +16,7 @@ namespace logitless::cli {
 struct RankBenchSettings {
   std::string split = "balanced";
   int64_t chunk_tokens = 0;
+  Strategy strategy = Strategy::automatic;
   DType dtype = DType::bf16;
   RunSettings run;
   int repeats = 0;  // 0 = as many as fit into `seconds`, 5 to 101
@@ -28,6 +29,7 @@ struct RankBenchLine {
   Isa isa = Isa::scalar;
   int threads = 0;
   int ranks = 1;
+  Strategy strategy = Strategy::one_pass;
   int64_t chunk_tokens = 0;
   std::vector<RowRange> cover;
   int repeats = 0;

@@ -43,6 +43,7 @@ struct BenchArguments {
   bool cold = false;
   bool no_unfused = false;
   std::string split;
+  std::string strategy;
   int64_t chunk_tokens = 0;
   int repeats = 0;
   double seconds = 3;
@@ -489,6 +490,7 @@ ordered_json rank_line_json(const RankBenchLine& line) {
           {"ranks", line.ranks},
           {"threads", line.threads},
           {"split", std::move(cover)},
+          {"strategy", name_of(line.strategy)},
           {"chunk_tokens", line.chunk_tokens},
           {"repeats", line.repeats},
           {"median_seconds", line.seconds},
@@ -507,6 +509,7 @@ void print_rank_lines(const std::vector<RankBenchLine>& lines) {
       logitless::name_of(lines[0].isa));
   Table table({{"shape", Align::left},
                {"type", Align::left},
+               {"strategy", Align::left},
                {"chunk", Align::right},
                {"step", Align::right},
                {"computing", Align::right},
@@ -520,7 +523,7 @@ void print_rank_lines(const std::vector<RankBenchLine>& lines) {
       return fmt::format("{:.1f} B",
                          static_cast<double>(bytes) / static_cast<double>(line.shape.BT));
     };
-    table.row({format_shape(line.shape), logitless::name_of(line.dtype),
+    table.row({format_shape(line.shape), logitless::name_of(line.dtype), name_of(line.strategy),
                format_count(line.chunk_tokens), format_seconds(line.seconds),
                format_seconds(line.computation_seconds), format_seconds(line.communication_seconds),
                fmt::format("{:.0f} %", 100 * line.hidden()), per_token(line.gathered_bytes),
@@ -546,6 +549,7 @@ int bench_on_ranks(const BenchArguments& arguments) {
   RankBenchSettings bench;
   if (!arguments.split.empty()) bench.split = arguments.split;
   bench.chunk_tokens = arguments.chunk_tokens;
+  bench.strategy = parse_strategy(arguments.strategy);
   if (!arguments.case_arguments.dtype.empty()) {
     bench.dtype = take(parse_operand_dtype(arguments.case_arguments.dtype));
   }
@@ -625,6 +629,7 @@ void add_bench(CLI::App& app, Command& command) {
                   "Under mpirun, vocabulary parallel is timed instead: which rows each rank has, "
                   "balanced (default), padded, or row numbers such as 0,100,100,32000")
       ->type_name("SPLIT");
+  add_strategy_option(*sub, arguments->strategy);
   sub->add_option("--chunk-tokens", arguments->chunk_tokens,
                   "Under mpirun, tokens summed while the next ones are computed; 0 = automatic")
       ->check(CLI::NonNegativeNumber)

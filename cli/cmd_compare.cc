@@ -29,6 +29,14 @@ LogitsRounding choose_rounding(const CompareArguments& arguments) {
                                                                       : LogitsRounding::none;
 }
 
+// Gradients made in one pass say so, in the file's metadata.
+std::optional<DType> held_softmax(const CompareArguments& arguments, const Case& c) {
+  const SafetensorsFile file = take(SafetensorsFile::open(arguments.outputs));
+  const auto entry = file.metadata().find("strategy");
+  if (entry == file.metadata().end() || entry->second != name_of(Strategy::one_pass)) return {};
+  return held_softmax_type(c.dtype());
+}
+
 int run_compare(const CompareArguments& arguments) {
   static_cast<void>(arguments.common.settings());  // refuses a bad limit
   CompareOptions options;
@@ -38,6 +46,7 @@ int run_compare(const CompareArguments& arguments) {
   options.progress = [&](const std::string& what) { progress.show(what); };
   progress.show("reading");
   const Case c = arguments.case_arguments.load();
+  options.held_softmax = held_softmax(arguments, c);
   const ForeignOutputs outputs = take(load_outputs(arguments.outputs, c));
   const CompareReport report = compare_outputs(c, outputs, options);
   const int code = report.fine() ? kExitFine : kExitVerificationFailed;

@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// logitless forward, loss and gradient under mpirun: the vocabulary of the case split over ranks.
+// logitless forward, loss, gradient and verify under mpirun: the vocabulary of the case split over
+// ranks.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <map>
 #include <utility>
 
 #include "cli/commands.h"
+#include "cli/compare.h"
 #include "cli/failure.h"
 #include "cli/interrupt.h"
 #include "cli/progress.h"
 #include "cli/ranks.h"
 #include "cli/safetensors.h"
+#include "cli/table.h"
 #include "cli/units.h"
 #include "logitless/parallel/vocab_parallel.h"
 #include "logitless/version.h"
@@ -34,6 +38,11 @@ class MeteredCommunicator final : public Communicator {
     gathered_bytes += static_cast<int64_t>(mine.size());
     const Waiting waiting(waited_seconds);
     return inner_.all_gather(mine, all);
+  }
+  Result<std::unique_ptr<Pending>> start_all_gather(std::span<const std::byte> mine,
+                                                    std::span<std::byte> all) override {
+    gathered_bytes += static_cast<int64_t>(mine.size());
+    return metered(inner_.start_all_gather(mine, all));
   }
   Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> values) override {
     summed_bytes += static_cast<int64_t>(values.size_bytes());
@@ -63,24 +72,24 @@ class MeteredCommunicator final : public Communicator {
     Clock::time_point start_;
   };
 
-  class MeteredSum final : public PendingSum {
+  class MeteredPending final : public Pending {
    public:
-    MeteredSum(std::unique_ptr<PendingSum> sum, double& waited)
-        : sum_(std::move(sum)), waited_(waited) {}
+    MeteredPending(std::unique_ptr<Pending> inner, double& waited)
+        : inner_(std::move(inner)), waited_(waited) {}
     Result<void> wait() override {
       const Waiting waiting(waited_);
-      return sum_->wait();
+      return inner_->wait();
     }
 
    private:
-    std::unique_ptr<PendingSum> sum_;
+    std::unique_ptr<Pending> inner_;
     double& waited_;
   };
 
-  Result<std::unique_ptr<PendingSum>> metered(Result<std::unique_ptr<PendingSum>> started) {
+  Result<std::unique_ptr<Pending>> metered(Result<std::unique_ptr<Pending>> started) {
     if (!started) return started;
-    return std::unique_ptr<PendingSum>(
-        std::make_unique<MeteredSum>(std::move(started).value(), waited_seconds));
+    return std::unique_ptr<Pending>(
+        std::make_unique<MeteredPending>(std::move(started).value(), waited_seconds));
   }
 
   Communicator& inner_;
@@ -128,6 +137,142 @@ HostTensor gather_rows(Communicator& communicator, const HostTensor& mine,
   return whole;
 }
 
+// A case of which every rank has its rows of weight; as a step of the whole vocabulary, with ids
+// relative to it.
+struct RankCase {
+  Case c;
+  std::vector<RowRange> cover;
+  RowRange rows;  // this rank's
+  Shape shape;    // V of the whole vocabulary
+  int64_t first_id = 0;
+  DType grad_dtype = DType::f32;
+  PlanOptions options;
+  HostTensor target, counting;
+  int64_t counted = 0;
+};
+
+// Collective, as all that follows.
+RankCase load_on_ranks(Communicator& world, const RankRun& run_options) {
+  RankCase r;
+  on_every_rank(world, [&] {
+    Case& c = r.c;
+    c = take(run_options.case_arguments->try_load([&](int64_t V) -> Result<RowRange> {
+      auto split = parse_split(run_options.split, V, world.size());
+      if (!split) return split.error();
+      r.cover = std::move(split).value();
+      return r.cover[static_cast<size_t>(world.rank())];
+    }));
+    if (c.grad_logsumexp) fail("ranks take no grad_logsumexp");
+    r.options = run_options.settings.plan_options();
+    if (r.options.threads == 0) r.options.threads = threads_of_rank();
+    r.grad_dtype = run_options.grad_dtype.value_or(c.dtype());
+    if (r.grad_dtype != c.dtype() && r.grad_dtype != DType::f32) {
+      fail(fmt::format("--grad-dtype is {}, must be f32 or {}, the case's own type",
+                       logitless::name_of(r.grad_dtype), logitless::name_of(c.dtype())));
+    }
+    r.rows = r.cover[static_cast<size_t>(world.rank())];
+    r.shape = {.BT = c.shape().BT, .V = c.file_rows, .H = c.shape().H};
+    r.first_id = c.vocab_start_index - r.rows.begin;
+    r.target = HostTensor(DType::i64, {r.shape.BT});
+    r.counting = HostTensor(DType::u8, {r.shape.BT});
+    for (int64_t b = 0; b < r.shape.BT; ++b) {
+      const int64_t id = c.target.integer_at(b);
+      if (c.counts(b) && (id < r.first_id || id >= r.first_id + r.shape.V)) {
+        fail(fmt::format("target[{}] is {}, no rank has it: the case's vocabulary is [{}, {})", b,
+                         id, r.first_id, r.first_id + r.shape.V));
+      }
+      r.counting.as<uint8_t>()[b] = c.counts(b) ? 1 : 0;
+      r.target.as<int64_t>()[b] = c.counts(b) ? id - r.first_id : 0;
+      r.counted += c.counts(b) ? 1 : 0;
+    }
+  });
+  return r;
+}
+
+// On every rank the same failure, or none.
+void take_on_ranks(const Communicator& world, const Result<void>& result) {
+  if (result) return;
+  const bool cancelled = result.error().kind == ErrorKind::cancelled;
+  Failure failure{.exit_code = cancelled ? kExitCancelled : kExitBadInput,
+                  .message = world.rank() == 0 ? result.error().message : ""};
+  throw failure;
+}
+
+Result<VocabParallelPlan> plan_on_ranks(Communicator& communicator, const RankCase& r,
+                                        const RankRun& run_options, Strategy strategy) {
+  VocabParallelTypes types;
+  types.operand = r.c.dtype();
+  types.grad_input = types.grad_weight = {};
+  if (run_options.gradient) {
+    types.grad_input = types.grad_weight = GradientOutput{.dtype = r.grad_dtype};
+  }
+  types.chunk_tokens = run_options.chunk_tokens;
+  types.strategy = strategy;
+  return plan_vocab_parallel_linear_cross_entropy(communicator, r.shape, r.rows, types, r.options);
+}
+
+// Statistics, loss, total and grad_input.
+bool same_on_every_rank(Communicator& communicator, const Outputs& out) {
+  uint64_t hash = std::bit_cast<uint64_t>(out.total);
+  for (const HostTensor* tensor :
+       {&out.loss, &out.logits_max, &out.sum_exp_logits, &out.predicted_logits, &out.grad_input}) {
+    for (int64_t i = 0; i < tensor->bytes(); ++i) {
+      hash = (hash ^ static_cast<uint64_t>(tensor->data()[i])) * 0x100000001b3u;  // FNV-1a
+    }
+  }
+  std::vector<uint64_t> all(static_cast<size_t>(communicator.size()));
+  take(communicator.all_gather(std::as_bytes(std::span(&hash, 1)),
+                               std::as_writable_bytes(std::span(all))));
+  return std::ranges::all_of(all, [&](uint64_t other) { return other == hash; });
+}
+
+struct Ran {
+  Outputs out;
+  double seconds = 0;
+};
+
+Ran run_plan(MeteredCommunicator& communicator, const RankCase& r, const VocabParallelPlan& plan,
+             const CancelToken& cancel) {
+  Ran ran;
+  Outputs& out = ran.out;
+  Buffer workspace;
+  const bool with_gradient = plan.types().grad_input.has_value();
+  on_every_rank(communicator, [&] {
+    for (HostTensor* vector :
+         {&out.loss, &out.logits_max, &out.sum_exp_logits, &out.predicted_logits}) {
+      *vector = HostTensor(DType::f32, {r.shape.BT});
+    }
+    if (with_gradient) {
+      out.grad_input = HostTensor(r.grad_dtype, {r.shape.BT, r.shape.H});
+      out.grad_weight = HostTensor(r.grad_dtype, {r.rows.size(), r.shape.H});
+    }
+    workspace = Buffer(plan.workspace_bytes());
+  });
+  LossAndGradientOperands operands;
+  operands.input = r.c.input.matrix();
+  operands.weight = r.c.weight.matrix();
+  operands.target = r.target.vector();
+  operands.rows.counts = r.counting.vector();
+  operands.token_weights = r.c.grad.vector();
+  LossAndGradientOutputs outputs;
+  outputs.loss = out.loss.vector();
+  outputs.total = &out.total;
+  outputs.logits_max = out.logits_max.vector();
+  outputs.sum_exp_logits = out.sum_exp_logits.vector();
+  outputs.predicted_logits = out.predicted_logits.vector();
+  if (with_gradient) {
+    outputs.grad_input = out.grad_input.matrix();
+    outputs.grad_weight = out.grad_weight.matrix();
+  }
+  communicator.waited_seconds = 0;
+  communicator.gathered_bytes = communicator.summed_bytes = 0;
+  const auto start = Clock::now();
+  const Result<void> result = run(plan, communicator, operands, outputs, workspace.span(), &cancel);
+  ran.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  take_on_ranks(communicator, result);
+  return ran;
+}
+
 }  // namespace
 
 int run_on_ranks(const RankRun& run_options) {
@@ -142,97 +287,17 @@ int run_on_ranks(const RankRun& run_options) {
   };
 
   show("reading the case");
-  std::vector<RowRange> cover;
-  Case c;
-  PlanOptions options;
-  DType grad_dtype = DType::f32;
-  on_every_rank(*world, [&] {
-    c = take(run_options.case_arguments->try_load([&](int64_t V) -> Result<RowRange> {
-      auto split = parse_split(run_options.split, V, world->size());
-      if (!split) return split.error();
-      cover = std::move(split).value();
-      return cover[static_cast<size_t>(world->rank())];
-    }));
-    if (c.grad_logsumexp) fail("ranks take no grad_logsumexp");
-    options = run_options.settings.plan_options();
-    if (options.threads == 0) options.threads = threads_of_rank();
-    grad_dtype = run_options.grad_dtype.value_or(c.dtype());
-    if (grad_dtype != c.dtype() && grad_dtype != DType::f32) {
-      fail(fmt::format("--grad-dtype is {}, must be f32 or {}, the case's own type",
-                       logitless::name_of(grad_dtype), logitless::name_of(c.dtype())));
-    }
-  });
-  const RowRange rows = cover[static_cast<size_t>(world->rank())];
-  const Shape shape{.BT = c.shape().BT, .V = c.file_rows, .H = c.shape().H};
-  const int64_t first_id = c.vocab_start_index - rows.begin;  // of the whole vocabulary
-
-  VocabParallelTypes types;
-  types.operand = c.dtype();
-  types.grad_input = types.grad_weight = {};
-  if (with_gradient) types.grad_input = types.grad_weight = GradientOutput{.dtype = grad_dtype};
-  types.chunk_tokens = run_options.chunk_tokens;
-  const auto planned =
-      plan_vocab_parallel_linear_cross_entropy(communicator, shape, rows, types, options);
-  if (!planned) {  // on every rank
-    throw Failure{.exit_code = kExitBadInput, .message = speaks ? planned.error().message : ""};
-  }
+  const RankCase r = load_on_ranks(*world, run_options);
+  const auto planned = plan_on_ranks(communicator, r, run_options, run_options.strategy);
+  take_on_ranks(*world, planned ? Result<void>() : planned.error());
   const VocabParallelPlan& plan = *planned;
-
-  // As a step of the whole vocabulary, with ids relative to it.
-  HostTensor target, counting;
-  Outputs out;
-  Buffer workspace;
-  int64_t counted = 0;
-  on_every_rank(*world, [&] {
-    target = HostTensor(DType::i64, {shape.BT});
-    counting = HostTensor(DType::u8, {shape.BT});
-    for (int64_t b = 0; b < shape.BT; ++b) {
-      const int64_t id = c.target.integer_at(b);
-      if (c.counts(b) && (id < first_id || id >= first_id + shape.V)) {
-        fail(fmt::format("target[{}] is {}, no rank has it: the case's vocabulary is [{}, {})", b,
-                         id, first_id, first_id + shape.V));
-      }
-      counting.as<uint8_t>()[b] = c.counts(b) ? 1 : 0;
-      target.as<int64_t>()[b] = c.counts(b) ? id - first_id : 0;
-      counted += c.counts(b) ? 1 : 0;
-    }
-    for (HostTensor* vector :
-         {&out.loss, &out.logits_max, &out.sum_exp_logits, &out.predicted_logits}) {
-      *vector = HostTensor(DType::f32, {shape.BT});
-    }
-    if (with_gradient) {
-      out.grad_input = HostTensor(grad_dtype, {shape.BT, shape.H});
-      out.grad_weight = HostTensor(grad_dtype, {rows.size(), shape.H});
-    }
-    workspace = Buffer(plan.workspace_bytes());
-  });
-  LossAndGradientOperands operands;
-  operands.input = std::as_const(c.input).matrix();
-  operands.weight = std::as_const(c.weight).matrix();
-  operands.target = std::as_const(target).vector();
-  operands.rows.counts = std::as_const(counting).vector();
-  operands.token_weights = std::as_const(c.grad).vector();
-  LossAndGradientOutputs outputs;
-  outputs.loss = out.loss.vector();
-  outputs.total = &out.total;
-  outputs.logits_max = out.logits_max.vector();
-  outputs.sum_exp_logits = out.sum_exp_logits.vector();
-  outputs.predicted_logits = out.predicted_logits.vector();
-  if (with_gradient) {
-    outputs.grad_input = out.grad_input.matrix();
-    outputs.grad_weight = out.grad_weight.matrix();
-  }
   show(with_gradient ? "loss and gradient" : "forward and loss");
-  communicator.waited_seconds = 0;
-  communicator.gathered_bytes = communicator.summed_bytes = 0;
-  const auto start = Clock::now();
-  const Result<void> ran = run(plan, communicator, operands, outputs, workspace.span(), &cancel);
-  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-  if (!ran) {
-    throw Failure{
-        .exit_code = ran.error().kind == ErrorKind::cancelled ? kExitCancelled : kExitBadInput,
-        .message = speaks ? ran.error().message : ""};
-  }
+  const Ran ran = run_plan(communicator, r, plan, cancel);
+  const Outputs& out = ran.out;
+  const double seconds = ran.seconds;
+  const Case& c = r.c;
+  const std::vector<RowRange>& cover = r.cover;
+  const Shape& shape = r.shape;
 
   if (!run_options.out.empty()) {
     show("writing");
@@ -248,9 +313,10 @@ int run_on_ranks(const RankRun& run_options) {
         tensors.push_back({"grad_input", &out.grad_input});
         tensors.push_back({"grad_weight", &grad_weight});
       }
-      std::map<std::string, std::string> metadata = case_metadata(first_id, shape.V);
+      std::map<std::string, std::string> metadata = case_metadata(r.first_id, shape.V);
       metadata["isa"] = logitless::name_of(plan.isa());
       metadata["ranks"] = fmt::format("{}", world->size());
+      if (with_gradient) metadata["strategy"] = name_of(plan.strategy());
       metadata["made_by"] = "logitless " LOGITLESS_VERSION;
       take(write_safetensors(run_options.out, tensors, metadata, &cancel));
     });
@@ -260,7 +326,7 @@ int run_on_ranks(const RankRun& run_options) {
   double sum = 0, largest = 0;
   int64_t n = 0;
   for (int64_t b = 0; b < shape.BT; ++b) {
-    if (counting.as<uint8_t>()[b] == 0) continue;
+    if (r.counting.as<uint8_t>()[b] == 0) continue;
     const double value = static_cast<double>(out.loss.as<float>()[b]);
     largest = n == 0 ? value : std::max(largest, value);
     sum += value;
@@ -277,11 +343,12 @@ int run_on_ranks(const RankRun& run_options) {
                              {"threads", plan.threads()},
                              {"ranks", world->size()},
                              {"split", std::move(shards)},
-                             {"tokens_counting", counted}};
+                             {"tokens_counting", r.counted}};
     if (run_options.with_loss) {
       document["mean_loss"] = mean;
       document["largest_loss"] = largest;
     }
+    if (with_gradient) document["strategy"] = name_of(plan.strategy());
     document["seconds"] = seconds;
     document["waited_seconds"] = communicator.waited_seconds;
     document["gathered_bytes"] = communicator.gathered_bytes;
@@ -292,14 +359,17 @@ int run_on_ranks(const RankRun& run_options) {
     return kExitFine;
   }
   fmt::print("case   {} {}, {} tokens count", format_shape(shape), logitless::name_of(c.dtype()),
-             format_count(counted));
+             format_count(r.counted));
   std::string ends;
   for (const RowRange& shard : cover) {
     ends += fmt::format("{}{} to {}", ends.empty() ? "" : ", ", shard.begin, shard.end);
   }
   fmt::print("\nranks  {}, vocabulary rows {}\n", world->size(), ends);
-  fmt::print("run    {}, {} thread{} each\n", logitless::name_of(plan.isa()), plan.threads(),
-             plan.threads() == 1 ? "" : "s");
+  fmt::print("run    {}, {} thread{} each{}\n", logitless::name_of(plan.isa()), plan.threads(),
+             plan.threads() == 1 ? "" : "s",
+             !with_gradient                          ? ""
+             : plan.strategy() == Strategy::one_pass ? ", one pass"
+                                                     : ", logits recomputed");
   if (run_options.with_loss) fmt::print("loss   mean {:.9g}, largest {:.9g}\n", mean, largest);
   fmt::print("time   {} on rank 0, of which {} waiting for other ranks; workspace {}\n",
              format_seconds(seconds), format_seconds(communicator.waited_seconds),
@@ -308,6 +378,118 @@ int run_on_ranks(const RankRun& run_options) {
              format_bytes(communicator.gathered_bytes), format_bytes(communicator.summed_bytes));
   if (!run_options.out.empty()) fmt::print("wrote  {}\n", run_options.out);
   return kExitFine;
+}
+
+int verify_on_ranks(const RankRun& run_options, bool full) {
+  const std::unique_ptr<Communicator> world = open_ranks();
+  MeteredCommunicator communicator(*world);
+  const bool speaks = world->rank() == 0;
+  const CancelToken& cancel = cancel_on_interrupt();
+  Progress progress;
+  const auto show = [&](const std::string& what) {
+    if (speaks) progress.show(what);
+  };
+  show("reading the case");
+  const RankCase r = load_on_ranks(*world, run_options);
+
+  Judgements judgements;
+  CompareReport report;
+  std::string left_out;  // a strategy that the limit left no room for
+  Isa isa = Isa::scalar;
+  int threads = 0;
+  std::vector<int64_t> chunks;
+  for (const Strategy strategy : {Strategy::one_pass, Strategy::recompute}) {
+    const std::string name = strategy == Strategy::one_pass ? "one pass" : "recomputed";
+    show(name);
+    const auto plan = plan_on_ranks(communicator, r, run_options, strategy);
+    if (!plan && plan.error().kind == ErrorKind::limit_too_small && left_out.empty()) {
+      left_out = name;
+      continue;
+    }
+    take_on_ranks(*world, plan ? Result<void>() : plan.error());
+    isa = plan->isa();
+    threads = plan->threads();
+    chunks.push_back(plan->chunk_tokens());
+    Ran ran = run_plan(communicator, r, *plan, cancel);
+    const bool same_everywhere = same_on_every_rank(*world, ran.out);
+    ForeignOutputs outputs;
+    outputs["grad_weight"] = gather_rows(*world, ran.out.grad_weight, r.cover, r.shape.V);
+    on_every_rank(*world, [&] {
+      if (!speaks) return;
+      outputs["loss"] = std::move(ran.out.loss);
+      outputs["logits_max"] = std::move(ran.out.logits_max);
+      outputs["sum_exp_logits"] = std::move(ran.out.sum_exp_logits);
+      outputs["predicted_logits"] = std::move(ran.out.predicted_logits);
+      outputs["grad_input"] = std::move(ran.out.grad_input);
+      const Case whole = run_options.case_arguments->load();
+      CompareOptions options;
+      options.full = full;
+      options.progress = show;
+      if (strategy == Strategy::one_pass) options.held_softmax = held_softmax_type(whole.dtype());
+      report = compare_outputs(whole, outputs, options);
+      for (Judgement& judgement : report.judgements) {
+        judgement.stage = name + ", " + judgement.stage;
+        judgements.push_back(judgement);
+      }
+      ElementJudge same(name, "the same bits on every rank");
+      same.add(same_everywhere ? 1 : 0, 1, 0, 0);
+      judgements.push_back(same.verdict());
+    });
+  }
+  const bool fine = std::ranges::all_of(judgements, [](const auto& j) { return j.fine(); });
+  // Rank 0 alone has judged.
+  double verdict = fine ? 1 : 0;
+  std::vector<double> verdicts(static_cast<size_t>(world->size()));
+  take(world->all_gather(std::as_bytes(std::span(&verdict, 1)),
+                         std::as_writable_bytes(std::span(verdicts))));
+  const int code = verdicts[0] == 1 ? kExitFine : kExitVerificationFailed;
+  if (!speaks) return code;
+  const Sample& sample = report.sample;
+  if (run_options.json) {
+    ordered_json shards = ordered_json::array();
+    for (const RowRange& shard : r.cover) shards.push_back({shard.begin, shard.end});
+    print_json({{"case", r.c.source},
+                {"shape", to_json(r.shape)},
+                {"dtype", logitless::name_of(r.c.dtype())},
+                {"isa", logitless::name_of(isa)},
+                {"threads", threads},
+                {"ranks", world->size()},
+                {"split", std::move(shards)},
+                {"chunk_tokens", chunks},
+                {"complete", sample.complete},
+                {"tokens_checked", sample.tokens.size()},
+                {"vocabulary_rows_checked", sample.vocabulary.size()},
+                {"one_pass_fits", left_out != "one pass"},
+                {"recomputing_fits", left_out != "recomputed"},
+                {"mean_loss", report.mean_loss.value_or(0)},
+                {"mean_loss_float64", report.mean_loss_float64.value_or(0)},
+                {"judgements", to_json(judgements)},
+                {"fine", fine}});
+    return code;
+  }
+  fmt::print("{} {}, {}, {} ranks of {} thread{}\n", format_shape(r.shape),
+             logitless::name_of(r.c.dtype()), logitless::name_of(isa), world->size(), threads,
+             threads == 1 ? "" : "s");
+  if (!sample.complete) {
+    fmt::print(
+        "checked against float64: {} of {} tokens, {} of {} vocabulary rows (--full checks "
+        "all)\n",
+        format_count(static_cast<int64_t>(sample.tokens.size())), format_count(r.shape.BT),
+        format_count(static_cast<int64_t>(sample.vocabulary.size())), format_count(r.shape.V));
+  } else {
+    fmt::print("all tokens and vocabulary rows are checked against float64\n");
+  }
+  if (!left_out.empty()) {
+    fmt::print("{} does not fit the workspace limit: not verified\n", left_out);
+  }
+  fmt::print("\n");
+  print_judgements(judgements);
+  fmt::print("\nmean loss {:.9g}, float64 {:.9g}\n", report.mean_loss.value_or(0),
+             report.mean_loss_float64.value_or(0));
+  fmt::print("{} {}\n", fine ? marks().good : marks().bad,
+             fine ? "every error is within what is allowed"
+                  : "verification failed: an error is beyond what is allowed");
+  return code;
 }
 
 }  // namespace logitless::cli

@@ -31,6 +31,7 @@ struct RunArguments {
   std::string grad_dtype;
   int64_t shards = 1;
   std::string split;
+  std::string strategy;
   int64_t chunk_tokens = 0;
   bool with_softmax = false;
 };
@@ -104,6 +105,7 @@ int run_split(const RunArguments& arguments, LogitsRounding rounding, GradientMo
     run.grad_dtype = take(parse_operand_dtype(arguments.grad_dtype));
   }
   run.chunk_tokens = arguments.chunk_tokens;
+  run.strategy = parse_strategy(arguments.strategy);
   if (!arguments.split.empty()) run.split = arguments.split;
   run.out = arguments.out;
   return run_on_ranks(run);
@@ -245,6 +247,7 @@ void add_operator(CLI::App& app, Command& command, Operator op, const std::strin
                   "padded (as Megatron does), or row numbers such as 0,100,100,32000")
       ->type_name("SPLIT");
   if (op == Operator::gradient) {
+    add_strategy_option(*sub, arguments->strategy);
     sub->add_option("--chunk-tokens", arguments->chunk_tokens,
                     "Under mpirun, so many tokens are summed over the ranks while the next ones "
                     "are computed; even, 0 = automatic")

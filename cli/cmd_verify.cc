@@ -4,6 +4,7 @@
 #include "cli/commands.h"
 #include "cli/failure.h"
 #include "cli/progress.h"
+#include "cli/ranks.h"
 #include "cli/table.h"
 #include "cli/units.h"
 #include "cli/verify.h"
@@ -15,10 +16,26 @@ struct VerifyArguments {
   CommonOptions common;
   CaseArguments case_arguments;
   int64_t shards = 1;
+  std::string split;
+  int64_t chunk_tokens = 0;
   bool full = false;
 };
 
+// Under mpirun: what only ranks do.
+int run_split(const VerifyArguments& arguments) {
+  if (arguments.shards > 1) fail("--shards is for one rank: not with mpirun or --split");
+  RankRun run;
+  run.case_arguments = &arguments.case_arguments;
+  run.settings = arguments.common.settings();
+  run.json = arguments.common.json;
+  run.with_loss = run.gradient = true;
+  run.chunk_tokens = arguments.chunk_tokens;
+  if (!arguments.split.empty()) run.split = arguments.split;
+  return verify_on_ranks(run, arguments.full);
+}
+
 int run_verify(const VerifyArguments& arguments) {
+  if (started_as_rank() || !arguments.split.empty()) return run_split(arguments);
   VerifyOptions options;
   options.shards = arguments.shards;
   options.full = arguments.full;
@@ -89,10 +106,21 @@ void add_verify(CLI::App& app, Command& command) {
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20, "SHARDS"))
       ->capture_default_str()
       ->type_name("N");
+  sub->add_option("--split", arguments->split,
+                  "Under mpirun the step of the vocabulary split over ranks is verified instead: "
+                  "which rows each has, balanced (default), padded, or row numbers such as "
+                  "0,100,100,32000")
+      ->type_name("SPLIT");
+  sub->add_option("--chunk-tokens", arguments->chunk_tokens,
+                  "Under mpirun, tokens summed while the next ones are computed; 0 = automatic")
+      ->check(CLI::NonNegativeNumber)
+      ->type_name("N");
   sub->add_flag("--full", arguments->full,
                 "Check every row; the default samples where that takes more than about 20 s");
   add_common_options(*sub, arguments->common);
-  sub->footer(example("  logitless verify hidden.safetensors head.safetensors --shards 4"));
+  sub->footer(
+      example("  logitless verify hidden.safetensors head.safetensors --shards 4\n"
+              "  mpirun -n 4 logitless verify case.safetensors --split padded"));
   sub->callback(
       [arguments, &command] { command = [arguments] { return run_verify(*arguments); }; });
 }

@@ -115,6 +115,33 @@ LogitsRounding parse_rounding(const std::string& text) {
   fail(fmt::format("--logits-rounding is '{}', must be none or operand", printable(text)));
 }
 
+Strategy parse_strategy(const std::string& text) {
+  if (text.empty() || text == "automatic") return Strategy::automatic;
+  if (text == "one-pass") return Strategy::one_pass;
+  if (text == "recompute") return Strategy::recompute;
+  fail(
+      fmt::format("--strategy is '{}', must be automatic, one-pass or recompute", printable(text)));
+}
+
+const char* name_of(Strategy strategy) {
+  switch (strategy) {
+    case Strategy::automatic:
+      return "automatic";
+    case Strategy::one_pass:
+      return "one_pass";
+    case Strategy::recompute:
+      return "recompute";
+  }
+  return "";
+}
+
+void add_strategy_option(CLI::App& sub, std::string& strategy) {
+  sub.add_option("--strategy", strategy,
+                 "Under mpirun: one-pass holds the exponentials of a chunk of tokens for its "
+                 "gradients, recompute multiplies for the logits again; automatic (default)")
+      ->type_name("STRATEGY");
+}
+
 const char* name_of(LogitsRounding rounding) {
   switch (rounding) {
     case LogitsRounding::none:

@@ -58,10 +58,13 @@ struct RankRun {
   bool gradient = false;
   std::optional<DType> grad_dtype = {};
   int64_t chunk_tokens = 0;
+  Strategy strategy = Strategy::automatic;
   std::string split = "balanced";
   std::string out = {};
 };
 int run_on_ranks(const RankRun& run);
+// The same by both strategies, judged by rank 0 against float64.
+int verify_on_ranks(const RankRun& run, bool full);
 
 // What a parsed command line wants done; the result is the exit code.
 using Command = std::function<int()>;
@@ -81,8 +84,11 @@ void add_list_options(CLI::App& sub, ListOptions& lists);
 void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required = true,
                       bool with_tokens = true);
 std::string example(const std::string& lines);  // the footer of --help
+void add_strategy_option(CLI::App& sub, std::string& strategy);
 LogitsRounding parse_rounding(const std::string& text);
 const char* name_of(LogitsRounding rounding);
+Strategy parse_strategy(const std::string& text);  // "": automatic
+const char* name_of(Strategy strategy);
 void print_json(const ordered_json& document);
 ordered_json to_json(const Shape& shape);
 ordered_json to_json(const Judgements& judgements);

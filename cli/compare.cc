@@ -300,8 +300,8 @@ CompareReport compare_outputs(const Case& c, const ForeignOutputs& outputs,
                                           : spread_out(expected, c);
   reference::GradientOperands operands = reference_operands(c, given);
   operands.logsumexp_deviation = given.logsumexp_deviation;
-  const reference::GradientOptions gradient_options{.multiply = {},
-                                                    .logits_rounding = options.rounding};
+  const reference::GradientOptions gradient_options{
+      .multiply = {}, .logits_rounding = options.rounding, .held_softmax = options.held_softmax};
   if (grad_input != nullptr) {
     say("float64 grad_input");
     judge_gradient("gradient", "grad_input", *grad_input,

@@ -23,6 +23,8 @@ Result<ForeignOutputs> load_outputs(const std::string& path, const Case& c);
 
 struct CompareOptions {
   LogitsRounding rounding = LogitsRounding::none;
+  // The gradients were made from exponentials held in this type (one pass).
+  std::optional<DType> held_softmax = {};
   bool full = false;
   std::function<void(const std::string&)> progress = {};
 };

@@ -357,10 +357,9 @@ class Verification {
     }
     reference::GradientOperands operands = reference_operands(case_, statistics_of(step, separate));
     operands.grad_logsumexp.clear();
-    const reference::GradientOptions options{
-        .multiply = {},
-        .logits_rounding = LogitsRounding::none,
-        .held_softmax = case_.dtype() == DType::bf16 ? DType::bf16 : DType::f32};
+    const reference::GradientOptions options{.multiply = {},
+                                             .logits_rounding = LogitsRounding::none,
+                                             .held_softmax = held_softmax_type(case_.dtype())};
     const std::string stage_f32 = "one pass, to fp32";
     say("float64 grad_input");
     const reference::Gradient expected = reference::grad_input(operands, options, sample_.tokens);

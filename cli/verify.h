@@ -60,6 +60,11 @@ struct VerifyReport {
 // end to end. Failures of the operators throw Failure.
 VerifyReport verify_case(const Case& c, const VerifyOptions& options);
 
+// The type in which one pass holds exponentials.
+inline DType held_softmax_type(DType operand) {
+  return operand == DType::bf16 ? DType::bf16 : DType::f32;
+}
+
 // The reference's view of a case and of statistics for all its tokens.
 reference::GradientOperands reference_operands(const Case& c, const reference::Statistics& all);
 reference::ForwardOptions reference_options(const Case& c, ShardRange shard,

@@ -105,23 +105,24 @@ class ForwardPass {
   template <class Takes>
   int64_t next_block(const Team& team, int64_t& cursor, const Takes& takes) const {
     int64_t rows = 0;
-    auto* index = region<int64_t>(p_.row_index);
-    auto* local = region<int64_t>(p_.local_target);
     for (; cursor < p_.shape.BT && rows < p_.token_block; ++cursor) {
       if (!counts(cursor) || !takes(cursor)) continue;
-      if (team.rank() == 0) {
-        const int64_t target = integer_at(in_.target, cursor);
-        index[rows] = cursor;
-        local[rows] = outside(target) ? kNoTarget : target - start_;
-        region<float>(p_.run_max)[rows] = -std::numeric_limits<float>::infinity();
-        region<float>(p_.run_sum)[rows] = 0.0f;
-        region<float>(p_.run_low)[rows] = 0.0f;
-        region<float>(p_.predicted)[rows] = 0.0f;
-      }
+      if (team.rank() == 0) take_row(rows, cursor);
       ++rows;
     }
     team.barrier();
     return rows;
+  }
+
+  // Token b becomes row r of the block.
+  void take_row(int64_t r, int64_t b) const {
+    const int64_t target = integer_at(in_.target, b);
+    region<int64_t>(p_.row_index)[r] = b;
+    region<int64_t>(p_.local_target)[r] = outside(target) ? kNoTarget : target - start_;
+    region<float>(p_.run_max)[r] = -std::numeric_limits<float>::infinity();
+    region<float>(p_.run_sum)[r] = 0.0f;
+    region<float>(p_.run_low)[r] = 0.0f;
+    region<float>(p_.predicted)[r] = 0.0f;
   }
 
   void one_block(const Team& team, int64_t rows) {

@@ -542,7 +542,7 @@ class GradientPass {
     const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
     const int64_t chunk_panels = ceil_div(p_.token_chunk, g_.mr);
     const int64_t base = p_.vocab_outside ? cell.token_index * chunk_panels * h_panels : 0;
-    const int64_t* index = region<int64_t>(p_.row_index);
+    const int64_t* index = output_rows_ != nullptr ? output_rows_ : region<int64_t>(p_.row_index);
     const float* a_panels = region<float>(p_.grad_rows);
     const float* b_panels = region<float>(p_.weight_cols);
     const bool own_panels = p_.own_panels;
@@ -603,6 +603,8 @@ class GradientPass {
   }
 
   void set_held(const Held& held) { held_ = held; }
+  // Where the rows of a block lie in grad_input, if not where they lie in input.
+  void set_output_rows(const int64_t* rows) { output_rows_ = rows; }
 
   // ---- panels of one's own ---------------------------------------------------------------------
   //
@@ -813,6 +815,7 @@ class GradientPass {
   int64_t h_units_;
   int64_t l2_bytes_ = p_.target.l2_bytes;
   Held held_;
+  const int64_t* output_rows_ = nullptr;
   int64_t rows_ = 0;  // that count
 };
 

@@ -20,6 +20,7 @@
 #include "forward_pass.h"
 #include "gradient_pass.h"
 #include "loss_row.h"
+#include "one_pass.h"
 #include "step_tokens.h"
 
 namespace logitless {
@@ -32,7 +33,6 @@ class LossAndGradient {
                   const LossAndGradientOutputs& out, std::span<std::byte> workspace,
                   const CancelToken* cancel)
       : p_(plan),
-        k_(*plan.target.kernels),
         in_(in),
         out_(out),
         ws_(workspace),
@@ -95,12 +95,7 @@ class LossAndGradient {
     const GradientOutputs gradients{out_.grad_input, out_.grad_weight};
     ForwardPass forward(p_.forward, operands, statistics_, ws_.data() + p_.forward_base, stop);
     GradientPass gradient(p_.gradient, unused, gradients, ws_.data() + p_.gradient_base, stop);
-    gradient.set_held({.tiles = forward.region<std::byte>(p_.forward.held_tiles),
-                       .tile_bytes = p_.forward.held_tile_bytes(),
-                       .vocab_panels = p_.forward.vocab_panels(),
-                       .type = *p_.forward.held,
-                       .factors = forward.region<float>(p_.forward.partial_max),
-                       .factor_stride = p_.forward.token_block});
+    gradient.set_held(held_by(forward, p_.forward));
     run_team(p_.target.threads, [&](const Team& team) { work(team, forward, gradient, stop); });
     if (stop.requested()) return Error{ErrorKind::cancelled, "loss_and_gradient: cancelled"};
     return {};
@@ -119,16 +114,10 @@ class LossAndGradient {
       forward.one_block(team, rows);
       if (stop.leave_together(team)) return;
       settle(team, forward, rows);
-      gradient_rows(team, forward, gradient, rows);
+      take_gradient_rows(team, p_.forward, p_.gradient, forward, gradient, tokens_, rows);
       team.barrier();
       if (p_.shape.H == 0) continue;
-      cell.token_index = block;
-      cell.tokens = rows;
-      if (p_.gradient.vocab_chunk < p_.shape.V) cell.vocab_index = -1;
-      gradient.pack_tokens(team, cell);
-      for (int64_t chunk = 0; chunk < cell.vocab_chunks; ++chunk) {
-        if (!gradient.one_cell(team, chunk, cell)) return;
-      }
+      if (!add_block(team, p_.gradient, gradient, block, rows, cell)) return;
     }
     cursor = 0;
     for (int64_t left = tokens_.counting() - tokens_.weighted(); left > 0;) {
@@ -162,38 +151,7 @@ class LossAndGradient {
     for (int64_t r = mine.begin; r < mine.end; ++r) set_f32(out_.loss, index[r], loss_of(index[r]));
   }
 
-  // What the gradient needs of each row of the block.
-  void gradient_rows(const Team& team, const ForwardPass& forward, const GradientPass& gradient,
-                     int64_t rows) const {
-    const int64_t* index = forward.region<int64_t>(p_.forward.row_index);
-    const int64_t* local = forward.region<int64_t>(p_.forward.local_target);
-    const float* max = forward.region<float>(p_.forward.run_max);
-    const float* sum = forward.region<float>(p_.forward.run_sum);
-    const float* predicted = forward.region<float>(p_.forward.predicted);
-    const Range mine = team.part(rows);
-    for (int64_t r = mine.begin; r < mine.end; ++r) {
-      const int64_t b = index[r];
-      cpu::GradRow row{};
-      row.grad = static_cast<float>(tokens_.weight(b));
-      row.target = local[r];
-      row.inv_sum = 1.0f / sum[r];
-      k_.softmax(predicted + r, 1, max[r], row.inv_sum, &row.target_p);
-      gradient.set_f16_scale(row);
-      gradient.region<cpu::GradRow>(p_.gradient.row_params)[r] = row;
-      gradient.region<int64_t>(p_.gradient.row_index)[r] = b;
-    }
-    // Segment maxima become factors, in place.
-    const int64_t segments = ceil_div(p_.shape.V, cpu::kSegmentColumns);
-    for (int64_t s = 0; s < segments; ++s) {
-      float* factors = forward.region<float>(p_.forward.partial_max) + s * p_.forward.token_block;
-      for (int64_t r = mine.begin; r < mine.end; ++r) factors[r] -= max[r];
-      k_.exp(factors + mine.begin, mine.size(), factors + mine.begin);
-      for (int64_t r = mine.begin; r < mine.end; ++r) factors[r] *= 1.0f / sum[r];
-    }
-  }
-
   const LossAndGradientPlanData& p_;
-  const cpu::Kernels& k_;
   const LossAndGradientOperands& in_;
   const LossAndGradientOutputs& out_;
   std::span<std::byte> ws_;

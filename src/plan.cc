@@ -621,6 +621,8 @@ Result<void> choose_schedule(GradientPlanData& p, const PlanOptions& options) {
 // ---- loss and gradient
 // ----------------------------------------------------------------------------
 
+}  // namespace
+
 int64_t default_limit(const Shape& s, const LossAndGradientTypes& types) {
   const auto matrix = [](int64_t rows, int64_t cols, DType type) {
     return static_cast<double>(rows) * static_cast<double>(cols) *
@@ -632,15 +634,25 @@ int64_t default_limit(const Shape& s, const LossAndGradientTypes& types) {
   return std::max(kLossAndGradientWorkspaceBytes, static_cast<int64_t>(1.25 * bytes));
 }
 
-}  // namespace
-
 int64_t lay_out(LossAndGradientPlanData& p) {
   Layout l;
   p.logits_max = l.add(p.shape.BT * 4);
   p.sum_exp_logits = l.add(p.shape.BT * 4);
   p.predicted_logits = l.add(p.shape.BT * 4);
   if (p.one_pass) {
-    p.forward_base = l.add(lay_out(p.forward));
+    int64_t forward_bytes = lay_out(p.forward);
+    if (p.two_blocks) {
+      p.next_forward = p.forward;
+      ForwardPlanData& next = p.next_forward;
+      const int64_t held_bytes = forward_bytes - next.partial_max;
+      for (int64_t* offset :
+           {&next.partial_max, &next.partial_sum, &next.held_tiles, &next.row_index,
+            &next.local_target, &next.run_max, &next.run_sum, &next.run_low, &next.predicted}) {
+        *offset += held_bytes;
+      }
+      forward_bytes += held_bytes;
+    }
+    p.forward_base = l.add(forward_bytes);
     p.gradient_base = l.add(lay_out(p.gradient));
   } else {
     p.grad = l.add(p.shape.BT * 4);
@@ -664,9 +676,8 @@ double one_pass_overhead(const LossAndGradientPlanData& p) {
          overhead_cycles(p.gradient);
 }
 
-// The blocks of one pass: the fewest cycles within the limit. False if nothing fits; least_bytes is
-// then what would have.
-bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
+// What all candidates share.
+void begin_one_pass(LossAndGradientPlanData& p) {
   const cpu::GemmKernels& g = *p.target.gemm;
   p.forward.shape = p.gradient.shape = p.shape;
   p.forward.target = p.gradient.target = p.target;
@@ -680,35 +691,68 @@ bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
   p.forward.panel_rows = g.mr;
   p.forward.held = p.target.multiply == DType::bf16 ? DType::bf16 : DType::f32;
   const int64_t units = ceil_div(p.shape.H, g.k_unit);
-  const int64_t segments = std::max<int64_t>(1, ceil_div(p.shape.V, cpu::kSegmentColumns));
-  // A few MiB of weight serve a small team; a large one waits less if it shares more.
-  const int64_t short_chunk = std::clamp<int64_t>(
-      (int64_t{4} << 20) / std::max<int64_t>(1, units * cpu::kSegmentColumns * 4), 1, segments);
-  constexpr double kIdle = 0.01;
   p.forward.group = static_cast<int>(
       std::clamp<int64_t>(p.target.l2_bytes / 2 / std::max<int64_t>(1, units * g.mr * 4), 1, 8));
-  bool found = false;
+}
+
+int64_t all_segments(const Shape& s) {
+  return std::max<int64_t>(1, ceil_div(s.V, cpu::kSegmentColumns));
+}
+
+std::vector<int64_t> vocab_chunks_of_one_pass(const LossAndGradientPlanData& p) {
+  return chunk_sizes(p.shape.V, p.target.gemm->nr, {2304, 1792, 1344, 896, 448, 224});
+}
+
+// With few segments of the forward at a time.
+int64_t lay_out_least(LossAndGradientPlanData& c) {
+  const int64_t units = ceil_div(c.shape.H, c.target.gemm->k_unit);
+  const int64_t segments = all_segments(c.shape);
+  // A few MiB of weight serve a small team; a large one waits less if it shares more.
+  const int64_t few = std::clamp<int64_t>(
+      (int64_t{4} << 20) / std::max<int64_t>(1, units * cpu::kSegmentColumns * 4), 1, segments);
+  c.forward.chunk_segments = c.forward.own_segments() ? segments : few;
+  return lay_out(c);
+}
+
+// More segments at a time, where a team waits less for it.
+void lengthen_chunks(LossAndGradientPlanData& c, int64_t limit_bytes) {
+  constexpr double kIdle = 0.01;
+  LossAndGradientPlanData longer = c;
+  while (forward_idle_share(c.forward) > kIdle &&
+         longer.forward.chunk_segments < all_segments(c.shape)) {
+    ++longer.forward.chunk_segments;
+    if (lay_out(longer) > limit_bytes) return;
+    if (forward_idle_share(longer.forward) < forward_idle_share(c.forward)) c = longer;
+  }
+}
+
+// The cheapest of the candidates that fit.
+struct OnePassChoice {
+  int64_t limit_bytes;
+  int64_t least_bytes = INT64_MAX;  // of all candidates
+  std::optional<LossAndGradientPlanData> best = {};
   double best_cost = 0;
-  LossAndGradientPlanData best;
+
   // False when it does not fit.
-  const auto consider = [&](LossAndGradientPlanData c) {
-    if (!c.forward.own_segments()) c.forward.chunk_segments = short_chunk;
-    least_bytes = std::min(least_bytes, lay_out(c));
-    if (c.workspace_bytes > p.limit_bytes) return false;
-    LossAndGradientPlanData longer = c;
-    while (forward_idle_share(c.forward) > kIdle && longer.forward.chunk_segments < segments) {
-      ++longer.forward.chunk_segments;
-      if (lay_out(longer) > p.limit_bytes) break;
-      if (forward_idle_share(longer.forward) < forward_idle_share(c.forward)) c = longer;
-    }
+  bool consider(LossAndGradientPlanData c) {
+    least_bytes = std::min(least_bytes, lay_out_least(c));
+    if (c.workspace_bytes > limit_bytes) return false;
+    lengthen_chunks(c, limit_bytes);
     const double cost = one_pass_overhead(c) + reluctance(c.gradient);
-    if (!found || cost < best_cost) {
-      found = true;
-      best_cost = cost;
+    if (!best || cost < best_cost) {
       best = c;
+      best_cost = cost;
     }
     return true;
-  };
+  }
+};
+
+// The blocks of one pass: the fewest cycles within the limit. False if nothing fits; least_bytes is
+// then what would have.
+bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
+  const cpu::GemmKernels& g = *p.target.gemm;
+  begin_one_pass(p);
+  OnePassChoice choice{.limit_bytes = p.limit_bytes};
   const auto block_of = [&](int64_t blocks) {
     return std::max<int64_t>(g.mr, round_up(ceil_div(p.shape.BT, blocks), g.mr));
   };
@@ -717,20 +761,48 @@ bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
     c.forward.token_block = block_of(1);
     c.forward = with_own_segments(c.forward);
     c.gradient = with_own_panels(c.gradient, vocab_chunk);
-    consider(c);
+    choice.consider(c);
   }
-  for (const int64_t vocab_chunk :
-       chunk_sizes(p.shape.V, g.nr, {2304, 1792, 1344, 896, 448, 224})) {
+  for (const int64_t vocab_chunk : vocab_chunks_of_one_pass(p)) {
     // Fewer than 64 tokens a block: packing weight again costs more than the fourth product.
     for (int64_t blocks = 1; blocks <= std::max<int64_t>(1, p.shape.BT / 64); ++blocks) {
       LossAndGradientPlanData c = p;
       c.forward.token_block = c.gradient.token_chunk = block_of(blocks);
       c.gradient.vocab_chunk = vocab_chunk;
-      if (consider(c)) break;  // shorter blocks only cost more
+      if (choice.consider(c)) break;  // shorter blocks only cost more
     }
   }
-  if (found) p = best;
-  return found;
+  least_bytes = choice.least_bytes;
+  if (choice.best) p = *choice.best;
+  return choice.best.has_value();
+}
+
+// The same where somebody else makes the blocks. The gradient's tokens are those of all blocks if
+// they were full, so that it keeps sums between blocks exactly where there are several.
+OnePassChoice choose_among_blocks(const LossAndGradientPlanData& p, int64_t block_tokens,
+                                  int64_t blocks) {
+  const cpu::GemmKernels& g = *p.target.gemm;
+  LossAndGradientPlanData whole = p;
+  begin_one_pass(whole);
+  const int64_t unit = g.mr % 2 == 0 ? g.mr : 2 * g.mr;
+  const int64_t tokens = std::max(unit, round_up(block_tokens, unit));
+  whole.forward.token_block = whole.gradient.token_chunk = tokens;
+  whole.gradient.shape.BT = blocks * tokens;
+  OnePassChoice choice{.limit_bytes = p.limit_bytes};
+  if (blocks == 1) {
+    for (const int64_t vocab_chunk : own_chunk_sizes(whole.gradient)) {
+      LossAndGradientPlanData c = whole;
+      c.forward = with_own_segments(c.forward);
+      c.gradient = with_own_panels(c.gradient, vocab_chunk);
+      choice.consider(c);
+    }
+  }
+  for (const int64_t vocab_chunk : vocab_chunks_of_one_pass(p)) {
+    LossAndGradientPlanData c = whole;
+    c.gradient.vocab_chunk = vocab_chunk;
+    choice.consider(c);
+  }
+  return choice;
 }
 
 Result<void> choose_recompute(LossAndGradientPlanData& p, const PlanOptions& options) {
@@ -765,6 +837,19 @@ Result<void> choose_recompute(LossAndGradientPlanData& p, const PlanOptions& opt
 }
 
 }  // namespace
+
+int64_t least_one_pass_bytes(const LossAndGradientPlanData& plan, int64_t block_tokens,
+                             int64_t blocks) {
+  LossAndGradientPlanData unlimited = plan;
+  unlimited.limit_bytes = 0;
+  return choose_among_blocks(unlimited, block_tokens, blocks).least_bytes;
+}
+
+bool choose_one_pass_blocks(LossAndGradientPlanData& plan, int64_t block_tokens, int64_t blocks) {
+  const OnePassChoice choice = choose_among_blocks(plan, block_tokens, blocks);
+  if (choice.best) plan = *choice.best;
+  return choice.best.has_value();
+}
 
 Result<LossAndGradientPlan> plan_loss_and_gradient(const Shape& shape,
                                                    const LossAndGradientTypes& types,
@@ -933,15 +1018,8 @@ Strategy LossAndGradientPlan::strategy() const {
 const Shape& LossAndGradientPlan::shape() const { return data_->shape; }
 const LossAndGradientTypes& LossAndGradientPlan::types() const { return data_->types; }
 
-std::string LossAndGradientPlan::describe() const {
-  const LossAndGradientPlanData& p = *data_;
-  std::string text = "loss and gradient " + shape_text(p.shape) + ", " + name_of(p.types.operand) +
-                     ", " + (p.one_pass ? "one pass" : "recompute") + ": " + p.why + "\n";
-  if (!p.one_pass) {
-    return text + p.forward_plan->describe() + p.gradient_plan->describe() + "  workspace " +
-           bytes_text(p.workspace_bytes) + " (" + std::to_string(p.workspace_bytes) + " bytes)\n";
-  }
-  text += "  " + target_text(p.target) + "\n";
+std::string one_pass_text(const LossAndGradientPlanData& p) {
+  std::string text = "  " + target_text(p.target) + "\n";
   text += "  tokens in " + std::to_string(ceil_div(p.shape.BT, p.forward.token_block)) +
           " blocks of " + std::to_string(p.forward.token_block) + "; vocabulary in chunks of " +
           std::to_string(p.gradient.vocab_chunk) +
@@ -953,11 +1031,22 @@ std::string LossAndGradientPlan::describe() const {
       "  grad_weight " + where_text(p.types.grad_weight, p.gradient.grad_weight_accumulator) + "\n";
   text += "  workspace " + bytes_text(p.workspace_bytes) + " (" +
           std::to_string(p.workspace_bytes) + " bytes): held " +
-          bytes_text(p.forward.token_panels() * p.forward.vocab_panels() *
+          bytes_text((p.two_blocks ? 2 : 1) * p.forward.token_panels() * p.forward.vocab_panels() *
                      p.forward.held_tile_bytes()) +
           ", accumulator " + bytes_text(p.gradient.accumulator_bytes) + "\n";
   return text +
          idle_text(p.gradient, "forward " + percent_text(forward_idle_share(p.forward)) + ", ");
+}
+
+std::string LossAndGradientPlan::describe() const {
+  const LossAndGradientPlanData& p = *data_;
+  std::string text = "loss and gradient " + shape_text(p.shape) + ", " + name_of(p.types.operand) +
+                     ", " + (p.one_pass ? "one pass" : "recompute") + ": " + p.why + "\n";
+  if (!p.one_pass) {
+    return text + p.forward_plan->describe() + p.gradient_plan->describe() + "  workspace " +
+           bytes_text(p.workspace_bytes) + " (" + std::to_string(p.workspace_bytes) + " bytes)\n";
+  }
+  return text + one_pass_text(p);
 }
 
 int64_t GradientPlan::workspace_bytes() const { return data_->workspace_bytes; }

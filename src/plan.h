@@ -185,6 +185,10 @@ struct LossAndGradientPlanData {
   // One pass: both halves, each with its own part of the workspace.
   ForwardPlanData forward;
   GradientPlanData gradient;
+  // Where the forward of the next block runs before the gradients of this one: what it holds lies
+  // in other places, the buffers it only computes in are the same.
+  bool two_blocks = false;
+  ForwardPlanData next_forward;
   int64_t forward_base = 0, gradient_base = 0;
   // Recompute: the operators one after the other, over one workspace.
   std::optional<ForwardPlan> forward_plan;
@@ -193,6 +197,9 @@ struct LossAndGradientPlanData {
   int64_t operators = 0;                                                       // their workspace
   int64_t workspace_bytes = 0;
 };
+
+// Lines of describe() below the first.
+std::string one_pass_text(const LossAndGradientPlanData& plan);
 
 struct MergePlanData {
   int64_t BT = 0;
@@ -207,6 +214,16 @@ int64_t lay_out(GradientPlanData& plan);
 int64_t lay_out(LossAndGradientPlanData& plan);
 // The plan with panels of one's own, for all tokens and this chunk of the vocabulary.
 GradientPlanData with_own_panels(GradientPlanData plan, int64_t vocab_chunk);
+
+// The bytes one pass may use where no limit is given.
+int64_t default_limit(const Shape& shape, const LossAndGradientTypes& types);
+
+// One pass over blocks that the caller makes: at most `blocks` of them, of at most `block_tokens`
+// tokens. shape, types, target, two_blocks and limit_bytes are set before.
+int64_t least_one_pass_bytes(const LossAndGradientPlanData& plan, int64_t block_tokens,
+                             int64_t blocks);
+// The fewest cycles within the limit; false where the least bytes are beyond it.
+bool choose_one_pass_blocks(LossAndGradientPlanData& plan, int64_t block_tokens, int64_t blocks);
 
 struct LossPlanData {
   int64_t BT = 0;

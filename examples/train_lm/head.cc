@@ -14,7 +14,8 @@ Head::Head(Communicator& ranks, VocabParallelPlan plan)
 
 Result<Head> Head::plan(Communicator& ranks, const Shape& shape, const RowRange& rows,
                         bool with_gradients, int threads) {
-  VocabParallelTypes types = {.operand = DType::f32, .multiply = DType::bf16};
+  VocabParallelTypes types = {
+      .operand = DType::f32, .multiply = DType::bf16, .strategy = Strategy::recompute};
   types.grad_input = types.grad_weight = {};
   if (with_gradients) types.grad_input = types.grad_weight = GradientOutput{.dtype = DType::f32};
   auto plan =

@@ -239,10 +239,8 @@ Result<std::vector<RowRange>> meet(Communicator& ranks, const Arrays& a,
   };
   const Result<void> mine = isa ? Result<void>() : Result<void>(isa.error());
   std::vector<Statement> statements(static_cast<size_t>(ranks.size()));
-  if (auto ok = agree(ranks, mine, fields, a.weight.rows, a.vocab_start.value_or(-1), statements);
-      !ok) {
-    return ok.error();
-  }
+  const int64_t own[] = {a.weight.rows, a.vocab_start.value_or(-1)};
+  if (auto ok = agree(ranks, mine, fields, own, statements); !ok) return ok.error();
   return cover_of(statements);
 }
 
@@ -313,7 +311,8 @@ std::tuple<double, int64_t> vocab_parallel(
                                  .grad_weight = output_type(grad_weight, accumulate_grad_weight),
                                  .input_rows = rows,
                                  .grad_input_rows = rows,
-                                 .chunk_tokens = chunk_tokens};
+                                 .chunk_tokens = chunk_tokens,
+                                 .strategy = Strategy::recompute};
   const auto take_here = [&](auto result) {
     if (!result) python.raise_error(result.error());
     if constexpr (!std::is_same_v<decltype(result), Result<void>>) return std::move(result).value();

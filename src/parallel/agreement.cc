@@ -62,15 +62,14 @@ Result<void> first_error(std::span<const Statement> all) {
 
 Result<void> share_status(Communicator& communicator, const Result<void>& mine) {
   std::vector<Statement> all(static_cast<size_t>(communicator.size()));
-  return agree(communicator, mine, {}, 0, 0, all);
+  return agree(communicator, mine, {}, {}, all);
 }
 
 Result<void> agree(Communicator& communicator, const Result<void>& mine,
-                   std::span<const Agreed> fields, int64_t own0, int64_t own1,
+                   std::span<const Agreed> fields, std::span<const int64_t> own,
                    std::span<Statement> all) {
   Statement statement = statement_of(mine);
-  statement.own[0] = own0;
-  statement.own[1] = own1;
+  std::ranges::copy(own, statement.own);
   for (size_t i = 0; i < fields.size(); ++i) statement.fields[i] = fields[i].value;
   if (auto ok = communicator.all_gather(std::as_bytes(std::span(&statement, 1)),
                                         std::as_writable_bytes(all));

@@ -24,11 +24,12 @@ struct Agreed {
 
 // What one rank says: 512 bytes, whatever the problem's size.
 struct Statement {
-  static constexpr int kMostFields = 24;
+  static constexpr int kOwn = 4;
+  static constexpr int kMostFields = 22;
   static constexpr int kMessageBytes = 296;
   int32_t version;
-  int32_t kind;    // ErrorKind, or 0: this rank is fine
-  int64_t own[2];  // differs between ranks: whatever the caller wants to know of all
+  int32_t kind;       // ErrorKind, or 0: this rank is fine
+  int64_t own[kOwn];  // differs between ranks: whatever the caller wants to know of all
   int64_t fields[kMostFields];
   char message[kMessageBytes];
 };
@@ -41,7 +42,7 @@ Statement statement_of(const Result<void>& mine);
 // rank: the error of the lowest rank that has one (`mine` is this rank's), else a field in which
 // ranks differ, else fine.
 Result<void> agree(Communicator& communicator, const Result<void>& mine,
-                   std::span<const Agreed> fields, int64_t own0, int64_t own1,
+                   std::span<const Agreed> fields, std::span<const int64_t> own,
                    std::span<Statement> all);
 
 // The first error of `kinds` (0 = fine), with its rank unless every rank says the same.

@@ -64,7 +64,7 @@ Result<void> checked(const char* call, int code) {
   return mpi_error(call, code);
 }
 
-// One sum under way. `request` is MPI_REQUEST_NULL, and `code` final, once it is done.
+// One collective under way. `request` is MPI_REQUEST_NULL, and `code` final, once it is done.
 struct Request {
   MPI_Request request = MPI_REQUEST_NULL;
   int code = MPI_SUCCESS;
@@ -120,12 +120,12 @@ class Progress {
   std::thread thread_;
 };
 
-class MpiPendingSum final : public PendingSum {
+class MpiPending final : public Pending {
  public:
-  // `counts` are read by MPI until the sum is done.
-  MpiPendingSum(Progress& progress, std::vector<int> counts)
-      : progress_(progress), counts_(std::move(counts)) {}
-  ~MpiPendingSum() override { (void)end(); }
+  // what: in its errors. `counts` are read by MPI until a sum is done.
+  MpiPending(Progress& progress, const char* what, std::vector<int> counts = {})
+      : progress_(progress), what_(what), counts_(std::move(counts)) {}
+  ~MpiPending() override { (void)end(); }
   Result<void> wait() override { return end(); }
 
   Request& request() { return request_; }
@@ -139,10 +139,11 @@ class MpiPendingSum final : public PendingSum {
       request_.code = MPI_Wait(&request_.request, MPI_STATUS_IGNORE);
       request_.request = MPI_REQUEST_NULL;
     }
-    return checked("sum over ranks", request_.code);
+    return checked(what_, request_.code);
   }
 
   Progress& progress_;
+  const char* what_;
   std::vector<int> counts_;
   Request request_;
 };
@@ -165,17 +166,24 @@ class MpiCommunicator final : public Communicator {
 
   Result<void> all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
     if (auto ok = may_call(); !ok) return ok;
-    const bool units = mine.size() % kUnit == 0;
-    const size_t count = units ? mine.size() / kUnit : mine.size();
-    if (count > INT_MAX) {
-      return failure("all_gather: " + number(static_cast<int64_t>(mine.size())) +
-                     " bytes from a rank, must be at most 2^31 - 1 units of 64 bytes");
-    }
-    const MPI_Datatype type = units ? unit_ : MPI_BYTE;
+    const auto part = part_of(mine);
+    if (!part) return part.error();
     const auto turn = progress_.turn();
-    return checked("MPI_Allgather",
-                   MPI_Allgather(mine.data(), static_cast<int>(count), type, all.data(),
-                                 static_cast<int>(count), type, comm_));
+    return checked("MPI_Allgather", MPI_Allgather(mine.data(), part->count, part->type, all.data(),
+                                                  part->count, part->type, comm_));
+  }
+
+  Result<std::unique_ptr<Pending>> start_all_gather(std::span<const std::byte> mine,
+                                                    std::span<std::byte> all) override {
+    if (auto ok = may_call(); !ok) return ok.error();
+    const auto part = part_of(mine);
+    if (!part) return part.error();
+    auto pending = std::make_unique<MpiPending>(progress_, "gather of all ranks");
+    auto turn = progress_.turn();
+    const int code = MPI_Iallgather(mine.data(), part->count, part->type, all.data(), part->count,
+                                    part->type, comm_, &pending->request().request);
+    turn.unlock();
+    return started("MPI_Iallgather", code, std::move(pending));
   }
 
   Result<void> all_reduce_sum(std::span<float> values) override {
@@ -190,7 +198,7 @@ class MpiCommunicator final : public Communicator {
   Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> values) override {
     if (auto ok = may_call(); !ok) return ok.error();
     if (auto ok = check_count("all_reduce_sum", values.size()); !ok) return ok.error();
-    auto pending = std::make_unique<MpiPendingSum>(progress_, std::vector<int>());
+    auto pending = std::make_unique<MpiPending>(progress_, kSum);
     auto turn = progress_.turn();
     const int code = MPI_Iallreduce(MPI_IN_PLACE, values.data(), static_cast<int>(values.size()),
                                     MPI_FLOAT, MPI_SUM, comm_, &pending->request().request);
@@ -205,7 +213,7 @@ class MpiCommunicator final : public Communicator {
     if (auto ok = check_count("reduce_scatter_sum", values.size()); !ok) return ok.error();
     std::vector<int> ints;
     for (const int64_t count : counts) ints.push_back(static_cast<int>(count));
-    auto pending = std::make_unique<MpiPendingSum>(progress_, std::move(ints));
+    auto pending = std::make_unique<MpiPending>(progress_, kSum, std::move(ints));
     auto turn = progress_.turn();
     const int code = MPI_Ireduce_scatter(values.data(), mine.data(), pending->counts(), MPI_FLOAT,
                                          MPI_SUM, comm_, &pending->request().request);
@@ -214,9 +222,26 @@ class MpiCommunicator final : public Communicator {
   }
 
  private:
+  static constexpr const char* kSum = "sum over ranks";
+
+  // A rank's bytes as MPI counts them.
+  struct Part {
+    int count;
+    MPI_Datatype type;
+  };
+  Result<Part> part_of(std::span<const std::byte> mine) const {
+    const bool units = mine.size() % kUnit == 0;
+    const size_t count = units ? mine.size() / kUnit : mine.size();
+    if (count > INT_MAX) {
+      return failure("all_gather: " + number(static_cast<int64_t>(mine.size())) +
+                     " bytes from a rank, must be at most 2^31 - 1 units of 64 bytes");
+    }
+    return Part{static_cast<int>(count), units ? unit_ : MPI_BYTE};
+  }
+
   // Not in a turn: what failed to start is destroyed here, which takes one.
   Result<std::unique_ptr<PendingSum>> started(const char* call, int code,
-                                              std::unique_ptr<MpiPendingSum> pending) {
+                                              std::unique_ptr<MpiPending> pending) {
     if (code != MPI_SUCCESS) return mpi_error(call, code);
     // Where no thread of ours may call MPI, requests advance in wait() alone.
     if (level_ >= MPI_THREAD_SERIALIZED) progress_.add(pending->request());
@@ -264,6 +289,10 @@ class World final : public Communicator {
   int size() const noexcept override { return world_->size(); }
   Result<void> all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
     return world_->all_gather(mine, all);
+  }
+  Result<std::unique_ptr<Pending>> start_all_gather(std::span<const std::byte> mine,
+                                                    std::span<std::byte> all) override {
+    return world_->start_all_gather(mine, all);
   }
   Result<void> all_reduce_sum(std::span<float> values) override {
     return world_->all_reduce_sum(values);

@@ -23,9 +23,14 @@ struct VocabParallelPlanData {
   VocabParallelTypes types;
   LossAndGradientTypes step;  // what the arguments of a step are checked against
   int64_t id = 0;             // hash of what the ranks agreed on: all of them run the same plan
-  int64_t chunk_tokens = 0;
+  int64_t chunk_tokens = 0;   // even
   int64_t most_chunks = 1;
   int threads = 1;
+  bool one_pass = false;
+  std::string why;
+  // One pass: a chunk is a block. The plan's shape is this rank's, its grad_input fp32.
+  LossAndGradientPlanData step_plan;
+  // Recompute: the operators.
   std::optional<ForwardPlan> forward;
   // grad_input of all tokens in fp32, of which one chunk's rows have a gradient at a time. The
   // first chunk finds grad_weight as the caller left it, the next ones add to it.
@@ -43,34 +48,48 @@ struct VocabParallelPlanData {
   bool scatters() const { return types.grad_input_rows == TokenRows::slice; }
   // 16-bit rows of grad_weight that more than one chunk adds to are summed in fp32 beside it.
   bool sums_grad_weight_apart() const {
-    return most_chunks > 1 && types.grad_weight && types.grad_weight->dtype != DType::f32;
+    return !one_pass && most_chunks > 1 && types.grad_weight &&
+           types.grad_weight->dtype != DType::f32;
   }
-  // Chunks of sliced tokens have rows of every rank, which are brought together to be sent.
-  bool copies_chunks() const { return types.grad_input && scatters() && most_chunks > 1; }
+  // Chunks of sliced tokens have rows of every rank, which are brought together to be sent. In one
+  // pass every chunk is computed where it is sent from.
+  bool copies_chunks() const {
+    return types.grad_input && (one_pass || (scatters() && most_chunks > 1));
+  }
 
-  // What a rank sends to all others in the forward: a statement, then logits_max, sum_exp_logits
-  // and predicted_logits of every token.
-  int64_t block_bytes() const {
-    return static_cast<int64_t>(sizeof(Statement)) + round_up(3 * shape.BT * 4, kAlignment);
+  // What a rank sends to all others in the forward: a header, then logits_max, sum_exp_logits and
+  // predicted_logits of every token, or of a block's. The header is a statement; in one pass,
+  // whether this rank was cancelled.
+  int64_t header_bytes() const {
+    return one_pass ? kAlignment : static_cast<int64_t>(sizeof(Statement));
   }
+  int64_t block_bytes(int64_t tokens) const {
+    return header_bytes() + round_up(3 * tokens * 4, kAlignment);
+  }
+  int64_t most_block_bytes() const { return block_bytes(one_pass ? most_chunk_rows() : shape.BT); }
   int64_t input_row_bytes() const { return shape.H * size_of(types.operand); }
   int64_t input_slice_bytes() const {
     return round_up(longest_slice() * input_row_bytes(), kAlignment);
   }
-  // Rows of a chunk, at most: half a chunk more than asked for, and what rounding adds.
+  // Rows of a chunk, at most: in one pass what was asked for, else half a chunk more; and what
+  // cutting every slice adds.
   int64_t most_chunk_rows() const {
-    return std::min(shape.BT, chunk_tokens + chunk_tokens / 2 + ranks);
+    const int64_t slack = scatters() && types.grad_input ? ranks : 0;
+    return std::min(shape.BT, chunk_tokens + (one_pass ? 0 : chunk_tokens / 2 + ranks) + slack);
   }
+  int64_t regions() const { return most_chunks > 1 ? 2 : 1; }  // of chunks, by turns
 
   // Workspace offsets in bytes.
-  int64_t statements = 0;                      // [ranks]
-  int64_t input_mine = 0, input_all = 0;       // one slice; all BT rows
-  int64_t block = 0, blocks = 0;               // one rank's; [ranks]
-  int64_t target_mask = 0, masked_target = 0;  // packed; [BT] of the target's type
+  int64_t statements = 0;                         // [ranks]
+  int64_t input_mine = 0, input_all = 0;          // one slice; all BT rows
+  int64_t block[2] = {0, 0}, blocks[2] = {0, 0};  // one rank's; [ranks]
+  int64_t target_mask = 0, masked_target = 0;     // packed; [BT] of the target's type
   int64_t logits_max = 0, sum_exp_logits = 0, sum_low = 0, predicted_logits = 0;  // [BT] f32
   int64_t active = 0;            // [BT] i64: rows with a gradient, ascending
   int64_t slice_starts = 0;      // [ranks + 1] i64, in `active`
   int64_t counts = 0;            // [ranks] i64
+  int64_t output_rows = 0;       // [most_chunk_rows()] i64: 0, 1, ...
+  int64_t merged_predicted = 0;  // [most_chunk_rows()] f32
   int64_t grad = 0;              // [BT] f32, of one chunk
   int64_t grad_input = 0;        // [BT, H] f32
   int64_t grad_weight = 0;       // [V of this rank, H] f32

@@ -8,10 +8,6 @@ namespace logitless {
 inline namespace LOGITLESS_ABI_NAMESPACE {
 namespace {
 
-class Done final : public PendingSum {
-  Result<void> wait() override { return {}; }
-};
-
 class SelfCommunicator final : public Communicator {
  public:
   int rank() const noexcept override { return 0; }
@@ -21,13 +17,13 @@ class SelfCommunicator final : public Communicator {
     return {};
   }
   Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> /*values*/) override {
-    return std::unique_ptr<PendingSum>(std::make_unique<Done>());
+    return std::unique_ptr<PendingSum>(std::make_unique<NothingPending>());
   }
   Result<std::unique_ptr<PendingSum>> start_reduce_scatter_sum(std::span<const float> values,
                                                                std::span<const int64_t> /*counts*/,
                                                                std::span<float> mine) override {
     if (!mine.empty()) std::memcpy(mine.data(), values.data(), mine.size_bytes());
-    return std::unique_ptr<PendingSum>(std::make_unique<Done>());
+    return std::unique_ptr<PendingSum>(std::make_unique<NothingPending>());
   }
 };
 

@@ -2,11 +2,20 @@
 // A training step of a head whose vocabulary is split over ranks.
 //
 //   agree       arguments checked, targets hashed: one verdict for all ranks
+//
 //   forward     statistics of this rank's rows for every token   -> block
 //               all-gather of the blocks, merged in rank order   -> loss, total
 //   backward    for each chunk of tokens
 //                 gradient operator, whose grad_input rows of this chunk are partial sums
 //                 start their sum over the ranks; finish the one before: round, write
+//
+// or, in one pass, for each block of tokens
+//               forward of the block after it; start the all-gather of its statistics
+//               finish this block's all-gather, merge
+//               both gradients from the exponentials held; start the sum of grad_input's rows
+//               finish the one before: round, write
+//
+// Collectives are called by the caller's thread, between the teams that compute.
 #include "logitless/parallel/vocab_parallel.h"
 
 #include <algorithm>
@@ -18,7 +27,10 @@
 
 #include "check.h"
 #include "float_environment.h"
+#include "forward_pass.h"
+#include "gradient_pass.h"
 #include "loss_row.h"
+#include "one_pass.h"
 #include "parallel/agreement.h"
 #include "parallel/plan.h"
 #include "step_tokens.h"
@@ -57,6 +69,7 @@ class VocabParallel {
     } else {
       input_ = in_.input;
     }
+    if (p_.one_pass) return one_pass();
     if (given_ != nullptr) {
       take_statistics();
     } else {
@@ -93,6 +106,10 @@ class VocabParallel {
                                                     " of " + integer(comm_.size()) +
                                                     " came, the plan was made for rank " +
                                                     integer(p_.rank) + " of " + integer(p_.ranks)};
+    }
+    if (given_ != nullptr && p_.one_pass) {
+      return Error{ErrorKind::invalid_argument,
+                   "plan: its strategy is one_pass, must be recompute for a backward apart"};
     }
     const Shape local{p_.shape.BT, p_.rows().size(), p_.shape.H};
     constexpr const char* kSlice = "this rank's slice of BT";
@@ -141,7 +158,8 @@ class VocabParallel {
       apart = std::make_unique<Statement[]>(ranks);
       statements = {apart.get(), ranks};
     }
-    if (auto ok = agree(comm_, mine, fields, cancellable_ ? 1 : 0, 0, statements); !ok) return ok;
+    const int64_t own[] = {cancellable_ ? 1 : 0};
+    if (auto ok = agree(comm_, mine, fields, own, statements); !ok) return ok;
     for (const Statement& s : statements) cancellable_ = cancellable_ || s.own[0] != 0;
     return {};
   }
@@ -179,70 +197,87 @@ class VocabParallel {
     return {};
   }
 
-  // The three vectors of a block, behind its statement.
-  float* values(std::byte* block, int64_t vector) const {
-    return reinterpret_cast<float*>(block + sizeof(Statement)) + vector * p_.shape.BT;
+  // What a rank says of `tokens` tokens: a header, then three vectors.
+  float* values(std::byte* block, int64_t tokens, int64_t vector) const {
+    return reinterpret_cast<float*>(block + p_.header_bytes()) + vector * tokens;
+  }
+  // Bytes behind the vectors are sent too.
+  void clear_end(std::byte* block, int64_t tokens) const {
+    auto* end = reinterpret_cast<std::byte*>(values(block, tokens, 3));
+    std::fill(end, block + p_.block_bytes(tokens), std::byte{0});
   }
 
   Result<void> forward() {
     const int64_t BT = p_.shape.BT;
-    auto* block = region<std::byte>(p_.block);
-    const auto own = [&](int64_t i) { return VectorView{values(block, i), DType::f32, BT, 1}; };
+    auto* block = region<std::byte>(p_.block[0]);
+    const auto own = [&](int64_t i) { return VectorView{values(block, BT, i), DType::f32, BT, 1}; };
     ForwardOutputs local{own(0), own(1), own(2)};
     local.target_mask = MaskView{ws_.data() + p_.target_mask, BT};
     local.masked_target = VectorView{ws_.data() + p_.masked_target, p_.types.target, BT, 1};
-    const ForwardOperands operands{.input = input_,
-                                   .weight = in_.weight,
-                                   .target = in_.target,
-                                   .vocab_start_index = p_.rows().begin,
-                                   .rows = in_.rows};
-    const Result<void> ran = logitless::run(
-        *p_.forward, operands, local, ws_.subspan(static_cast<size_t>(p_.operators)), cancel_);
+    const Result<void> ran =
+        logitless::run(*p_.forward, forward_operands(), local,
+                       ws_.subspan(static_cast<size_t>(p_.operators)), cancel_);
     const Statement statement = statement_of(ran);
     std::memcpy(block, &statement, sizeof statement);
-    // Bytes behind the vectors are sent too.
-    std::memset(values(block, 3), 0,
-                static_cast<size_t>(p_.block_bytes()) - sizeof(Statement) -
-                    static_cast<size_t>(3 * BT) * sizeof(float));
-    auto* blocks = region<std::byte>(p_.blocks);
-    if (auto ok = comm_.all_gather({block, static_cast<size_t>(p_.block_bytes())},
-                                   {blocks, static_cast<size_t>(p_.ranks * p_.block_bytes())});
+    clear_end(block, BT);
+    const int64_t bytes = p_.block_bytes(BT);
+    auto* blocks = region<std::byte>(p_.blocks[0]);
+    if (auto ok = comm_.all_gather({block, static_cast<size_t>(bytes)},
+                                   {blocks, static_cast<size_t>(p_.ranks * bytes)});
         !ok) {
       return ok;
     }
     auto* statements = region<Statement>(p_.statements);
     for (int64_t r = 0; r < p_.ranks; ++r) {
-      std::memcpy(statements + r, blocks + r * p_.block_bytes(), sizeof(Statement));
+      std::memcpy(statements + r, blocks + r * bytes, sizeof(Statement));
     }
     if (auto ok = first_error({statements, static_cast<size_t>(p_.ranks)}); !ok) return ok;
-    over_rows(BT, 4 * kRowsPerThread,
-              [&](int64_t begin, int64_t end) { merge(blocks, begin, end); });
+    const Merged merged{region<float>(p_.logits_max), region<float>(p_.sum_exp_logits),
+                        region<float>(p_.sum_low), region<float>(p_.predicted_logits)};
+    over_rows(BT, 4 * kRowsPerThread, [&](int64_t begin, int64_t end) {
+      merge(blocks, BT, begin, end, merged, [](int64_t b) { return b; });
+    });
     return {};
   }
 
-  // Tokens [begin, end) of every block, in rank order: the same operations on every rank.
-  void merge(std::byte* blocks, int64_t begin, int64_t end) const {
-    float* max = region<float>(p_.logits_max);
-    float* sum = region<float>(p_.sum_exp_logits);
-    float* low = region<float>(p_.sum_low);
-    float* predicted = region<float>(p_.predicted_logits);
-    std::fill(max + begin, max + end, -std::numeric_limits<float>::infinity());
-    for (float* zeros : {sum, low, predicted}) std::fill(zeros + begin, zeros + end, 0.0f);
+  ForwardOperands forward_operands() const {
+    return {.input = input_,
+            .weight = in_.weight,
+            .target = in_.target,
+            .vocab_start_index = p_.rows().begin,
+            .rows = in_.rows};
+  }
+
+  struct Merged {
+    float* max;
+    float* sum;
+    float* low;
+    float* predicted;
+  };
+  // Rows [begin, end) of every rank's block of `tokens`, in rank order: the same operations on
+  // every rank. Row i is token token_of(i).
+  template <class TokenOf>
+  void merge(std::byte* blocks, int64_t tokens, int64_t begin, int64_t end, const Merged& to,
+             const TokenOf& token_of) const {
+    std::fill(to.max + begin, to.max + end, -std::numeric_limits<float>::infinity());
+    for (float* zeros : {to.sum, to.low, to.predicted}) std::fill(zeros + begin, zeros + end, 0.0f);
+    const auto of_rank = [&](int64_t r, int64_t vector) {
+      return values(blocks + r * p_.block_bytes(tokens), tokens, vector);
+    };
     for (int64_t r = 0; r < p_.ranks; ++r) {
-      std::byte* block = blocks + r * p_.block_bytes();
-      p_.kernels->merge_rows(max + begin, sum + begin, low + begin, values(block, 0) + begin,
-                             values(block, 1) + begin, end - begin);
+      p_.kernels->merge_rows(to.max + begin, to.sum + begin, to.low + begin, of_rank(r, 0) + begin,
+                             of_rank(r, 1) + begin, end - begin);
     }
-    for (int64_t b = begin; b < end; ++b) sum[b] += low[b];
+    for (int64_t i = begin; i < end; ++i) to.sum[i] += to.low[i];
     for (int64_t r = 0; r < p_.ranks; ++r) {
       const RowRange& owned = p_.cover[static_cast<size_t>(r)];
-      std::byte* block = blocks + r * p_.block_bytes();
-      for (int64_t b = begin; b < end; ++b) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t b = token_of(i);
         const int64_t target = integer_at(in_.target, b);
         if (target < owned.begin || target >= owned.end || !tokens_.counts(b)) continue;
-        const float local = values(block, 0)[b];
+        const float local = of_rank(r, 0)[i];
         // A shard of -inf logits owns the target: with any finite logit elsewhere p is 0.
-        predicted[b] = values(block, 2)[b] + (local == max[b] ? 0.0f : local - max[b]);
+        to.predicted[i] = of_rank(r, 2)[i] + (local == to.max[i] ? 0.0f : local - to.max[i]);
       }
     }
   }
@@ -310,6 +345,7 @@ class VocabParallel {
   }
 
   void list_active_rows() {
+    if (!p_.gradients()) return;
     int64_t* active = region<int64_t>(p_.active);
     int64_t* starts = region<int64_t>(p_.slice_starts);
     int64_t rank = 0;
@@ -318,7 +354,10 @@ class VocabParallel {
       if (tokens_.has_gradient(b)) active[active_rows_++] = b;
     }
     while (rank <= p_.ranks) starts[rank++] = active_rows_;
-    chunks_ = std::clamp<int64_t>(active_rows_ / p_.chunk_tokens, 1, p_.most_chunks);
+    // In one pass a chunk is never longer than its block.
+    const int64_t chunks =
+        p_.one_pass ? ceil_div(active_rows_, p_.chunk_tokens) : active_rows_ / p_.chunk_tokens;
+    chunks_ = std::clamp<int64_t>(chunks, 1, p_.most_chunks);
   }
 
   Result<void> backward() {
@@ -347,7 +386,7 @@ class VocabParallel {
     if (mine && p_.types.grad_input && !p_.types.grad_input->accumulate) zero_inactive_rows();
     if (!cancellable_) return mine;
     // Ranks that were not cancelled learn of those that were.
-    return agree(comm_, mine, {}, 0, 0,
+    return agree(comm_, mine, {}, {},
                  {region<Statement>(p_.statements), static_cast<size_t>(p_.ranks)});
   }
 
@@ -405,6 +444,12 @@ class VocabParallel {
       });
       if (send == nullptr) send = partial;
     }
+    return start_sum(chunk, send, rows, sum);
+  }
+
+  // `rows` rows in order of for_rows.
+  Result<void> start_sum(int64_t chunk, float* send, int64_t rows, Sum& sum) const {
+    const int64_t H = p_.shape.H;
     sum.chunk = chunk;
     sum.rows = send;
     const auto floats = static_cast<size_t>(rows * H);
@@ -482,6 +527,224 @@ class VocabParallel {
     }
   }
 
+  // ---- one pass ---------------------------------------------------------------------------------
+  //
+  // Blocks with a gradient are the chunks of above; those of tokens that have none come behind
+  // them, for their statistics. Blocks use one of two regions by turns: what is sent of them, and
+  // with more than one rank what their forward holds, which then goes ahead of the gradients by a
+  // block.
+
+  struct Block {
+    int64_t rows = 0;
+    int64_t chunk = -1;  // -1: without a gradient
+  };
+
+  // The forward of a block, whose statistics are gathered.
+  struct Ahead {
+    std::unique_ptr<Pending> pending;
+    Block block;
+    int64_t region = 0;
+  };
+
+  int64_t inactive_rows() const { return tokens_.counting() - active_rows_; }
+  int64_t gradient_blocks() const { return active_rows_ > 0 ? chunks_ : 0; }
+  int64_t blocks() const {
+    if (inactive_rows() == 0) return gradient_blocks();
+    return gradient_blocks() + ceil_div(inactive_rows(), p_.most_chunk_rows());
+  }
+
+  Result<void> one_pass() {
+    list_active_rows();
+    neutral_statistics();
+    if (p_.types.grad_weight && !p_.types.grad_weight->accumulate && active_rows_ == 0) {
+      over_rows(p_.rows().size(), 64, [&](int64_t begin, int64_t end) {
+        for (int64_t v = begin; v < end; ++v) zero_row(*out_.grad_weight, v);
+      });
+    }
+    Stop stop(cancel_);
+    const LossAndGradientPlanData& plan = p_.step_plan;
+    std::byte* base = ws_.data() + p_.operators;
+    const ForwardOperands operands = forward_operands();
+    const ForwardOutputs statistics{vector(p_.logits_max), vector(p_.sum_exp_logits),
+                                    vector(p_.predicted_logits)};
+    ForwardPass forwards[2] = {{plan.forward, operands, statistics, base + plan.forward_base, stop},
+                               {plan_of(1), operands, statistics, base + plan.forward_base, stop}};
+    GradientOperands unused;
+    unused.input = input_;
+    unused.weight = in_.weight;
+    GradientOutputs outputs;
+    if (p_.types.grad_input) {
+      outputs.grad_input = matrix_view(region<float>(p_.send[0]), 0, p_.shape.H);
+    }
+    outputs.grad_weight = out_.grad_weight;
+    GradientPass gradient(plan.gradient, unused, outputs, base + plan.gradient_base, stop);
+    int64_t* output_rows = region<int64_t>(p_.output_rows);
+    for (int64_t r = 0; r < p_.most_chunk_rows(); ++r) output_rows[r] = r;
+    gradient.set_output_rows(output_rows);
+
+    Ahead ahead, now;
+    Sum before, sum;
+    inactive_cursor_ = 0;
+    const int64_t count = blocks();
+    if (count > 0) {
+      if (auto ok = start_forward(0, forwards, stop, now); !ok) return ok;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const bool more = i + 1 < count;
+      if (more && plan.two_blocks) {
+        if (auto ok = start_forward(i + 1, forwards, stop, ahead); !ok) return ok;
+      }
+      if (auto ok = finish_forward(now, forwards[now.region]); !ok) return ok;
+      if (now.block.chunk >= 0) {
+        float* rows = p_.types.grad_input ? region<float>(p_.send[now.region]) : nullptr;
+        if (rows != nullptr) {
+          outputs.grad_input = matrix_view(rows, now.block.rows, p_.shape.H);
+        }
+        add_gradients(now, forwards[now.region], gradient, stop);
+        if (rows != nullptr) {
+          if (auto ok = start_sum(now.block.chunk, rows, now.block.rows, sum); !ok) return ok;
+          if (auto ok = finish(before); !ok) return ok;
+          before = std::move(sum);
+        }
+      }
+      if (more && !plan.two_blocks) {
+        if (auto ok = start_forward(i + 1, forwards, stop, ahead); !ok) return ok;
+      }
+      now = std::move(ahead);
+    }
+    if (auto ok = finish(before); !ok) return ok;
+    write_losses();
+    if (p_.types.grad_input && !p_.types.grad_input->accumulate) zero_inactive_rows();
+    if (!cancellable_) return {};
+    return agree(comm_, cancelled(stop), {}, {},
+                 {region<Statement>(p_.statements), static_cast<size_t>(p_.ranks)});
+  }
+
+  static Result<void> cancelled(Stop& stop) {
+    if (!stop.requested()) return {};
+    return Error{ErrorKind::cancelled, kCancelled};
+  }
+  static constexpr const char* kCancelled = "loss_and_gradient: cancelled";
+
+  // Of tokens that do not count.
+  void neutral_statistics() const {
+    std::fill_n(region<float>(p_.logits_max), p_.shape.BT, -std::numeric_limits<float>::infinity());
+    std::fill_n(region<float>(p_.sum_exp_logits), p_.shape.BT, 0.0f);
+    std::fill_n(region<float>(p_.predicted_logits), p_.shape.BT, 0.0f);
+  }
+
+  // Lists block number i and computes its forward, which is skipped once this rank was cancelled;
+  // starts the gathering of its statistics.
+  Result<void> start_forward(int64_t i, ForwardPass* forwards, Stop& stop, Ahead& ahead) {
+    ahead.region = i % p_.regions();
+    ForwardPass& forward = forwards[ahead.region];
+    ahead.block = list_block(i, forward);
+    const int64_t rows = ahead.block.rows;
+    const ForwardPlanData& plan = plan_of(ahead.region);
+    if (!stop.requested()) {
+      run_team(p_.threads, [&](const Team& team) { forward.one_block(team, rows); });
+    }
+    std::byte* block = region<std::byte>(p_.block[ahead.region]);
+    const int64_t bytes = p_.block_bytes(rows);
+    std::fill(block, block + p_.header_bytes(), std::byte{0});
+    block[0] = std::byte{stop.requested()};
+    const int64_t* index = forward.region<int64_t>(plan.row_index);
+    const int64_t statistics[] = {p_.logits_max, p_.sum_exp_logits, p_.predicted_logits};
+    for (int64_t v = 0; v < 3; ++v) {
+      float* sent = values(block, rows, v);
+      for (int64_t r = 0; r < rows; ++r) sent[r] = region<float>(statistics[v])[index[r]];
+    }
+    clear_end(block, rows);
+    auto pending = comm_.start_all_gather(
+        {block, static_cast<size_t>(bytes)},
+        {region<std::byte>(p_.blocks[ahead.region]), static_cast<size_t>(p_.ranks * bytes)});
+    if (!pending) return pending.error();
+    ahead.pending = std::move(pending).value();
+    return {};
+  }
+
+  const ForwardPlanData& plan_of(int64_t region) const {
+    const LossAndGradientPlanData& plan = p_.step_plan;
+    return region == 1 && plan.two_blocks ? plan.next_forward : plan.forward;
+  }
+
+  Block list_block(int64_t i, const ForwardPass& forward) {
+    Block block;
+    if (i < gradient_blocks()) {
+      block.chunk = i;
+      for_rows(i, [&](int64_t r, int64_t b) {
+        forward.take_row(r, b);
+        ++block.rows;
+      });
+      return block;
+    }
+    for (int64_t& b = inactive_cursor_; b < p_.shape.BT; ++b) {
+      if (block.rows == p_.most_chunk_rows()) break;
+      if (!tokens_.counts(b) || (p_.gradients() && tokens_.has_gradient(b))) continue;
+      forward.take_row(block.rows++, b);
+    }
+    return block;
+  }
+
+  // Waits for the statistics of all ranks; those of the whole vocabulary take the place of this
+  // rank's. On every rank the same error where one was cancelled.
+  Result<void> finish_forward(Ahead& now, const ForwardPass& forward) const {
+    if (auto ok = now.pending->wait(); !ok) return ok;
+    const int64_t rows = now.block.rows;
+    std::byte* blocks = region<std::byte>(p_.blocks[now.region]);
+    const auto was_cancelled = [&](int64_t r) {
+      return blocks[r * p_.block_bytes(rows)] != std::byte{0};
+    };
+    int64_t first = 0, count = 0;
+    for (int64_t r = p_.ranks - 1; r >= 0; --r) {
+      if (!was_cancelled(r)) continue;
+      first = r;
+      ++count;
+    }
+    if (count > 0) {
+      const std::string who = count == p_.ranks ? "" : "rank " + integer(first) + ": ";
+      return Error{ErrorKind::cancelled, who + kCancelled};
+    }
+    const ForwardPlanData& plan = plan_of(now.region);
+    const int64_t* index = forward.region<int64_t>(plan.row_index);
+    const Merged merged{forward.region<float>(plan.run_max), forward.region<float>(plan.run_sum),
+                        forward.region<float>(plan.run_low), region<float>(p_.merged_predicted)};
+    over_rows(rows, 4 * kRowsPerThread, [&](int64_t begin, int64_t end) {
+      merge(blocks, rows, begin, end, merged, [&](int64_t r) { return index[r]; });
+      for (int64_t r = begin; r < end; ++r) {
+        region<float>(p_.logits_max)[index[r]] = merged.max[r];
+        region<float>(p_.sum_exp_logits)[index[r]] = merged.sum[r];
+        region<float>(p_.predicted_logits)[index[r]] = merged.predicted[r];
+      }
+    });
+    return {};
+  }
+
+  // Both products of a block, whose grad_input lies where it is sent from.
+  void add_gradients(const Ahead& now, const ForwardPass& forward, GradientPass& gradient,
+                     Stop& stop) {
+    const LossAndGradientPlanData& plan = p_.step_plan;
+    if (p_.shape.H == 0) return;
+    if (plan.shape.V == 0) {
+      if (p_.types.grad_input) {
+        std::fill_n(region<float>(p_.send[now.region]), now.block.rows * p_.shape.H, 0.0f);
+      }
+      return;
+    }
+    if (stop.requested()) return;
+    cell_.token_chunks = gradient_blocks();
+    cell_.vocab_chunks = ceil_div(plan.shape.V, plan.gradient.vocab_chunk);
+    gradient.set_held(held_by(forward, plan_of(now.region)));
+    run_team(p_.threads, [&](const Team& team) {
+      GradientPass::Cell cell = cell_;
+      take_gradient_rows(team, plan_of(now.region), plan.gradient, forward, gradient, tokens_,
+                         now.block.rows);
+      team.barrier();
+      add_block(team, plan.gradient, gradient, now.block.chunk, now.block.rows, cell);
+      if (team.rank() == 0) cell_ = cell;
+    });
+  }
+
   const VocabParallelPlanData& p_;
   Communicator& comm_;
   const LossAndGradientOperands& in_;
@@ -494,6 +757,9 @@ class VocabParallel {
   ConstMatrixView input_;  // [BT, H]
   int64_t active_rows_ = 0;
   int64_t chunks_ = 1;
+  // One pass.
+  int64_t inactive_cursor_ = 0;
+  GradientPass::Cell cell_;  // what is packed
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shapes, shards and options of all ranks -> chunks, workspace layout, the operators' plans.
 #include <algorithm>
+#include <bit>
 #include <memory>
 #include <string>
 #include <utility>
@@ -46,6 +47,17 @@ std::string output_text(int64_t value) {
   if (value == kAbsent) return "none";
   return dtype_text(value / 2).append(value % 2 == 1 ? ", accumulated" : "");
 }
+std::string strategy_text(int64_t value) {
+  switch (static_cast<Strategy>(value)) {
+    case Strategy::automatic:
+      return "automatic";
+    case Strategy::one_pass:
+      return "one_pass";
+    case Strategy::recompute:
+      return "recompute";
+  }
+  return number(value);
+}
 std::string rows_text(int64_t value) { return value == 0 ? "all" : "slice"; }
 std::string isa_text(int64_t value) { return name_of(static_cast<Isa>(value)); }
 std::string flag_text(int64_t value) { return value == 0 ? "false" : "true"; }
@@ -64,6 +76,7 @@ std::vector<Agreed> agreed(const Shape& shape, const VocabParallelTypes& types, 
           {"grad_input_rows", static_cast<int64_t>(types.grad_input_rows), rows_text},
           {"chunk_tokens", types.chunk_tokens, number},
           {"agree_in_run", types.agree_in_run ? 1 : 0, flag_text},
+          {"strategy", static_cast<int64_t>(types.strategy), strategy_text},
           {"isa", static_cast<int64_t>(isa), isa_text}};
 }
 
@@ -109,12 +122,19 @@ Result<void> check_arguments(const Shape& shape, const RowRange& rows,
   return {};
 }
 
-int64_t choose_chunk(const VocabParallelPlanData& p) {
+// Tokens whose sum is to be hidden behind the next ones.
+int64_t wanted_chunk(const VocabParallelPlanData& p) {
   const int64_t all = std::max<int64_t>(2, round_up(p.shape.BT, 2));
   // Nothing to hide, or nothing to sum: the products run best in one piece.
   if (p.ranks == 1 || !p.types.grad_input) return all;
   if (p.types.chunk_tokens > 0) return std::min(all, p.types.chunk_tokens);
   return std::min(all, std::clamp(round_up(ceil_div(p.shape.BT, 4), 2), kLeastChunk, kMostChunk));
+}
+
+void set_recompute(VocabParallelPlanData& p) {
+  p.one_pass = false;
+  p.chunk_tokens = wanted_chunk(p);
+  p.most_chunks = std::max<int64_t>(1, p.shape.BT / p.chunk_tokens);
 }
 
 Result<void> plan_operators(VocabParallelPlanData& p, const PlanOptions& options) {
@@ -148,6 +168,7 @@ Result<void> plan_operators(VocabParallelPlanData& p, const PlanOptions& options
 }
 
 int64_t operator_bytes(const VocabParallelPlanData& p) {
+  if (p.one_pass) return p.step_plan.workspace_bytes;
   int64_t bytes = p.forward->workspace_bytes();
   for (const auto* gradient : {&p.first_gradient, &p.next_gradient}) {
     if (*gradient) bytes = std::max(bytes, (*gradient)->workspace_bytes());
@@ -163,6 +184,7 @@ int64_t least_operator_bytes(const VocabParallelPlanData& p) {
   return bytes;
 }
 
+// What lies before the operators' workspace depends on the chunks alone.
 void lay_out(VocabParallelPlanData& p) {
   const int64_t BT = p.shape.BT;
   const int64_t row_bytes = p.shape.H * 4;
@@ -172,36 +194,44 @@ void lay_out(VocabParallelPlanData& p) {
     p.input_mine = l.add(p.input_slice_bytes());
     p.input_all = l.add(p.ranks * p.input_slice_bytes());
   }
-  p.block = l.add(p.block_bytes());
-  p.blocks = l.add(p.ranks * p.block_bytes());
-  p.target_mask = l.add(ceil_div(BT, 8));
-  p.masked_target = l.add(BT * size_of(p.types.target));
-  p.logits_max = l.add(BT * 4);
-  p.sum_exp_logits = l.add(BT * 4);
-  p.sum_low = l.add(BT * 4);
-  p.predicted_logits = l.add(BT * 4);
+  for (int64_t i = 0; i < (p.one_pass ? p.regions() : 1); ++i) {
+    p.block[i] = l.add(p.most_block_bytes());
+    p.blocks[i] = l.add(p.ranks * p.most_block_bytes());
+  }
   if (p.gradients()) {
     p.active = l.add(BT * 8);
     p.slice_starts = l.add((p.ranks + 1) * 8);
     p.counts = l.add(p.ranks * 8);
-    p.grad = l.add(BT * 4);
   }
-  if (p.types.grad_input) p.grad_input = l.add(BT * row_bytes);
-  if (p.sums_grad_weight_apart()) p.grad_weight = l.add(p.rows().size() * row_bytes);
-  for (int i = 0; i < (p.most_chunks > 1 ? 2 : 1); ++i) {
+  for (int64_t i = 0; i < p.regions(); ++i) {
     if (p.copies_chunks()) p.send[i] = l.add(p.most_chunk_rows() * row_bytes);
     if (p.types.grad_input && p.scatters()) p.received[i] = l.add(p.longest_slice() * row_bytes);
   }
+  if (p.one_pass) {
+    p.output_rows = l.add(p.most_chunk_rows() * 8);
+    p.merged_predicted = l.add(p.most_chunk_rows() * 4);
+  } else {
+    p.target_mask = l.add(ceil_div(BT, 8));
+    p.masked_target = l.add(BT * size_of(p.types.target));
+    p.logits_max = l.add(BT * 4);
+    p.sum_exp_logits = l.add(BT * 4);
+    p.sum_low = l.add(BT * 4);
+    p.predicted_logits = l.add(BT * 4);
+    if (p.gradients()) p.grad = l.add(BT * 4);
+    if (p.types.grad_input) p.grad_input = l.add(BT * row_bytes);
+    if (p.sums_grad_weight_apart()) p.grad_weight = l.add(p.rows().size() * row_bytes);
+  }
   p.operators = l.add(operator_bytes(p));
+  if (p.one_pass) {
+    p.logits_max = p.operators + p.step_plan.logits_max;
+    p.sum_exp_logits = p.operators + p.step_plan.sum_exp_logits;
+    p.predicted_logits = p.operators + p.step_plan.predicted_logits;
+  }
   p.workspace_bytes = l.bytes();
 }
 
-// Everything a rank can do by itself.
-Result<void> plan_locally(VocabParallelPlanData& p, const RowRange& rows,
-                          const PlanOptions& options) {
-  if (auto ok = check_arguments(p.shape, rows, p.types, p.step); !ok) return ok;
-  p.chunk_tokens = choose_chunk(p);
-  p.most_chunks = std::max<int64_t>(1, p.shape.BT / p.chunk_tokens);
+Result<void> plan_recompute(VocabParallelPlanData& p, const PlanOptions& options) {
+  set_recompute(p);
   PlanOptions inner = options;
   inner.workspace_limit_bytes = 0;
   if (auto ok = plan_operators(p, inner); !ok) return ok;
@@ -217,6 +247,135 @@ Result<void> plan_locally(VocabParallelPlanData& p, const RowRange& rows,
   if (auto ok = plan_operators(p, inner); !ok) return ok;
   lay_out(p);
   return {};
+}
+
+// ---- one pass
+// ------------------------------------------------------------------------------------
+//
+// Every rank says which lengths of blocks fit its limit, and all of them take the longest that fits
+// everywhere. (Longer blocks do not need more in every case: a single one needs no sums beside a
+// 16-bit grad_weight.) What they choose from follows from what they agree on: the chunk that hides
+// the communication, and by fourths of an octave more and shorter ones, down to 64 tokens, below
+// which packing weight again costs more than the fourth product. If the length is ours to choose,
+// one block of all tokens comes last.
+
+using Choices = uint64_t;  // a bit for each of these, and one for recompute
+constexpr int kOneBlock = 62;
+constexpr int kRecompute = 63;
+
+// How many blocks choice i has; 0: it is none.
+int64_t blocks_of_choice(const VocabParallelPlanData& p, int i) {
+  const int64_t wanted = std::max<int64_t>(1, ceil_div(p.shape.BT, wanted_chunk(p)));
+  if (i == 0) return wanted;
+  if (i == kOneBlock) return p.types.chunk_tokens == 0 && wanted > 1 ? 1 : 0;
+  constexpr int64_t kFourths[] = {64, 76, 91, 108};  // of an octave, in 64ths
+  const auto blocks = [&](int n) { return ceil_div((wanted * kFourths[n % 4]) << (n / 4), 64); };
+  if (blocks(i) == blocks(i - 1) || p.shape.BT / blocks(i) < 64) return 0;
+  return blocks(i);
+}
+
+void set_blocks(VocabParallelPlanData& p, const Target& target, int64_t blocks,
+                const PlanOptions& options) {
+  p.one_pass = true;
+  p.most_chunks = blocks;
+  p.chunk_tokens = std::max<int64_t>(2, round_up(ceil_div(p.shape.BT, blocks), 2));
+  LossAndGradientPlanData& step = p.step_plan;
+  step = {};
+  step.shape = {p.shape.BT, p.rows().size(), p.shape.H};
+  step.types = p.step;
+  step.limit_bytes = options.workspace_limit_bytes > 0 ? options.workspace_limit_bytes
+                                                       : default_limit(step.shape, step.types);
+  if (step.types.grad_input) step.types.grad_input = GradientOutput{.dtype = DType::f32};
+  step.target = target;
+  step.two_blocks = p.ranks > 1 && blocks > 1;
+  // The limit is the operators' where it is ours, else of all.
+  if (options.workspace_limit_bytes > 0) {
+    lay_out(p);
+    step.limit_bytes -= p.operators;
+  }
+}
+
+// The choices that fit this rank's limit; least: what the most frugal of them needs.
+Choices fitting_choices(const VocabParallelPlanData& plan, const PlanOptions& options,
+                        int64_t& least) {
+  const Target& target = plan.forward->data().target;
+  Choices fitting = 0;
+  for (int i = 0; i <= kOneBlock; ++i) {
+    const int64_t blocks = blocks_of_choice(plan, i);
+    if (blocks == 0) continue;
+    VocabParallelPlanData p = plan;
+    set_blocks(p, target, blocks, options);
+    const int64_t bytes = least_one_pass_bytes(p.step_plan, p.most_chunk_rows(), blocks);
+    if (bytes <= p.step_plan.limit_bytes) fitting |= Choices{1} << i;
+    lay_out(p);
+    least = std::min(least, p.operators + bytes);
+  }
+  return fitting;
+}
+
+// Everything a rank can do by itself; which strategies are open to it.
+Result<Choices> plan_locally(VocabParallelPlanData& p, const RowRange& rows,
+                             const PlanOptions& options) {
+  if (auto ok = check_arguments(p.shape, rows, p.types, p.step); !ok) return ok.error();
+  Choices open = 0;
+  const Result<void> recomputed = plan_recompute(p, options);
+  if (!recomputed && recomputed.error().kind != ErrorKind::limit_too_small) {
+    return recomputed.error();
+  }
+  if (p.types.strategy != Strategy::one_pass) {
+    if (recomputed) open |= Choices{1} << kRecompute;
+    if (p.types.strategy == Strategy::recompute || !p.gradients()) {
+      if (!recomputed) return recomputed.error();
+      return open;
+    }
+  }
+  int64_t least = INT64_MAX;
+  open |= fitting_choices(p, options, least);
+  if (open != 0) return open;
+  if (p.types.strategy == Strategy::automatic) return recomputed.error();
+  return Error{ErrorKind::limit_too_small,
+               options.workspace_limit_bytes > 0
+                   ? "workspace_limit_bytes is " + number(options.workspace_limit_bytes) +
+                         ", the least possible workspace of one pass is " + number(least) + " bytes"
+                   : "workspace_limit_bytes: one pass does not fit the default limit, the least "
+                     "possible workspace is " +
+                         number(least) + " bytes"};
+}
+
+// The same choice on every rank.
+Result<void> choose(VocabParallelPlanData& p, const std::vector<Choices>& open,
+                    const PlanOptions& options) {
+  Choices common = ~Choices{0};
+  for (const Choices& of_rank : open) common &= of_rank;
+  const auto without = [&](Choices wanted) {  // the first rank that has none of these
+    const auto found =
+        std::ranges::find_if(open, [&](Choices of_rank) { return (of_rank & wanted) == 0; });
+    return found == open.end() ? "" : " of rank " + number(found - open.begin());
+  };
+  constexpr Choices kOnePass = ~(Choices{1} << kRecompute);
+  for (int i = 0; i <= kOneBlock; ++i) {
+    if ((common >> i & 1) == 0) continue;
+    p.why = p.types.strategy == Strategy::one_pass ? "asked for" : "fits the limit of every rank";
+    const Target target = p.forward->data().target;
+    const int64_t blocks = blocks_of_choice(p, i);
+    set_blocks(p, target, blocks, options);
+    // Was found to fit, above.
+    (void)choose_one_pass_blocks(p.step_plan, p.most_chunk_rows(), blocks);
+    lay_out(p);
+    return {};
+  }
+  if ((common >> kRecompute & 1) != 0) {
+    p.why = p.types.strategy == Strategy::recompute ? "asked for"
+            : !p.gradients()                        ? "no gradient is wanted"
+            : without(kOnePass).empty()
+                ? "no length of blocks in one pass fits the limits of all ranks"
+                : "one pass does not fit the limit" + without(kOnePass);
+    return {};
+  }
+  return Error{ErrorKind::limit_too_small,
+               "workspace_limit_bytes: no length of blocks in one pass fits the limits of all "
+               "ranks, and recomputing does not fit the limit" +
+                   without(Choices{1} << kRecompute)};
 }
 
 }  // namespace
@@ -239,13 +398,13 @@ Result<VocabParallelPlan> plan_vocab_parallel_linear_cross_entropy(Communicator&
             .grad_weight = types.grad_weight};
   p.cover.resize(static_cast<size_t>(p.ranks));
   p.cover[static_cast<size_t>(p.rank)] = rows;
-  const Result<void> mine = plan_locally(p, rows, options);
+  const Result<Choices> choices = plan_locally(p, rows, options);
+  const Result<void> mine = choices ? Result<void>() : choices.error();
 
   std::vector<Statement> statements(static_cast<size_t>(p.ranks));
   const auto fields = agreed(shape, types, mine ? p.forward->isa() : Isa::scalar);
-  if (auto ok = agree(communicator, mine, fields, rows.begin, rows.end, statements); !ok) {
-    return ok.error();
-  }
+  const int64_t own[] = {rows.begin, rows.end, choices ? std::bit_cast<int64_t>(*choices) : 0};
+  if (auto ok = agree(communicator, mine, fields, own, statements); !ok) return ok.error();
   Hash id;
   for (const Agreed& field : fields) id.add(static_cast<uint64_t>(field.value));
   for (size_t r = 0; r < p.cover.size(); ++r) {
@@ -253,8 +412,12 @@ Result<VocabParallelPlan> plan_vocab_parallel_linear_cross_entropy(Communicator&
     id.add(static_cast<uint64_t>(p.cover[r].begin));
     id.add(static_cast<uint64_t>(p.cover[r].end));
   }
-  p.id = id.value();
   if (auto ok = check_cover(p.cover, shape.V); !ok) return ok.error();
+  std::vector<Choices> open;
+  for (const Statement& s : statements) open.push_back(std::bit_cast<Choices>(s.own[2]));
+  if (auto ok = choose(p, open, options); !ok) return ok.error();
+  id.add(static_cast<uint64_t>(p.one_pass ? p.most_chunks : 0));
+  p.id = id.value();
   p.slice = p.slice_of(p.rank);
   return VocabParallelPlan(std::move(data));
 }
@@ -262,6 +425,9 @@ Result<VocabParallelPlan> plan_vocab_parallel_linear_cross_entropy(Communicator&
 int64_t VocabParallelPlan::workspace_bytes() const { return data_->workspace_bytes; }
 int VocabParallelPlan::threads() const { return data_->threads; }
 Isa VocabParallelPlan::isa() const { return data_->forward->isa(); }
+Strategy VocabParallelPlan::strategy() const {
+  return data_->one_pass ? Strategy::one_pass : Strategy::recompute;
+}
 const Shape& VocabParallelPlan::shape() const { return data_->shape; }
 const RowRange& VocabParallelPlan::rows() const { return data_->rows(); }
 const RowRange& VocabParallelPlan::slice() const { return data_->slice; }
@@ -272,13 +438,17 @@ std::string VocabParallelPlan::describe() const {
   const VocabParallelPlanData& p = *data_;
   std::string text = "vocabulary parallel: rank " + number(p.rank) + " of " + number(p.ranks) +
                      ", vocabulary rows " + range_text(p.rows()) + " of " + number(p.shape.V) +
-                     "\n";
+                     ", " + (p.one_pass ? "one pass" : "recompute") + ": " + p.why + "\n";
   if (p.input_is_sliced() || (p.types.grad_input && p.scatters())) {
     text += "  tokens " + range_text(p.slice) + " of " + number(p.shape.BT) + " are this rank's\n";
   }
-  text += "  forward: one all-gather of " + number(p.block_bytes()) +
-          " bytes from each rank (12 per "
-          "token and a header)";
+  text += "  forward: " +
+          (p.one_pass && p.most_chunks > 1
+               ? "an all-gather for each of at most " + number(p.most_chunks) + " blocks of " +
+                     number(p.chunk_tokens) + " tokens, "
+               : std::string("one all-gather of ")) +
+          number(p.block_bytes(p.one_pass ? p.chunk_tokens : p.shape.BT)) +
+          " bytes from each rank (12 per token and a header)";
   if (p.input_is_sliced()) {
     text += ", after one of " + number(p.input_slice_bytes()) + " bytes of input";
   }
@@ -292,6 +462,7 @@ std::string VocabParallelPlan::describe() const {
   if (p.sums_grad_weight_apart()) text += "  grad_weight: summed in fp32 in the workspace\n";
   text += "  workspace: " + number(p.workspace_bytes) + " bytes, of which the operators have " +
           number(operator_bytes(p)) + "\n";
+  if (p.one_pass) return text + one_pass_text(p.step_plan);
   text += p.forward->describe();
   if (p.first_gradient) text += p.first_gradient->describe();
   return text;

@@ -28,12 +28,14 @@ expect_refused() {
 "$program" make "$case" --tokens 45 --vocab 507 --hidden 64 --seed 5 --dtype bf16
 one=$("$program" loss "$case" --json | sed -n 's/.*"mean_loss": //p')
 for split in balanced padded 0,1,1,507; do
-  "$mpirun" -n 3 "$program" gradient "$case" --split "$split" --chunk-tokens 10 \
-    --out "$folder/gradient.safetensors"
-  "$program" compare "$case" --outputs "$folder/gradient.safetensors" >"$folder/judged" || {
-    cat "$folder/judged"
-    fail "--split $split"
-  }
+  for strategy in one-pass recompute; do
+    "$mpirun" -n 3 "$program" gradient "$case" --split "$split" --chunk-tokens 10 \
+      --strategy "$strategy" --out "$folder/gradient.safetensors"
+    "$program" compare "$case" --outputs "$folder/gradient.safetensors" >"$folder/judged" || {
+      cat "$folder/judged"
+      fail "--split $split --strategy $strategy"
+    }
+  done
   several=$("$mpirun" -n 3 "$program" loss "$case" --split "$split" --json |
     sed -n 's/.*"mean_loss": //p')
   python3 -c "exit(abs(${one%,} - ${several%,}) > 1e-5)" || fail "loss: one rank $one, three $several"
@@ -41,6 +43,27 @@ done
 "$program" gradient "$case" --split balanced --out "$folder/alone.safetensors" | grep "^ranks  1," >/dev/null
 "$program" compare "$case" --outputs "$folder/alone.safetensors" >/dev/null
 "$mpirun" -n 2 "$program" forward "$case" --json | grep '"ranks": 2' >/dev/null
+"$mpirun" -n 2 "$program" gradient "$case" --json | grep '"strategy": "one_pass"' >/dev/null
+
+for ranks in 2 3; do
+  "$mpirun" -n "$ranks" "$program" verify "$case" --split padded --chunk-tokens 10 --json >"$folder/verified.json"
+  python3 - "$folder/verified.json" "$ranks" <<'END'
+import json, sys
+report = json.load(open(sys.argv[1]))
+assert report["fine"] and report["complete"] and report["ranks"] == int(sys.argv[2]), report
+assert report["one_pass_fits"] and report["recomputing_fits"], report
+assert report["chunk_tokens"] == [10, 10], report
+judged = {(j["stage"], j["output"]) for j in report["judgements"]}
+for strategy in "one pass", "recomputed":
+    for output in "logits_max", "sum_exp_logits", "predicted_logits":
+        assert (strategy + ", forward", output) in judged, (output, judged)
+    assert (strategy + ", loss", "loss") in judged, judged
+    for output in "grad_input", "grad_weight":
+        assert (strategy + ", gradient", output) in judged, (output, judged)
+    assert (strategy, "the same bits on every rank") in judged, judged
+END
+done
+"$program" verify "$case" --split 0,507 | grep "every error is within what is allowed" >/dev/null
 
 "$mpirun" -n 3 "$program" bench --shape 64,507,64 --split padded --repeats 5 --json >"$folder/bench.json"
 python3 - "$folder/bench.json" <<'END'
@@ -51,11 +74,23 @@ assert line["repeats"] == 5 and 0 <= line["hidden"] <= 1, line
 for key in "median_seconds", "computation_seconds", "communication_seconds":
     assert line[key] > 0, line
 # The agreement, a header, 12 bytes for each token; every row of grad_input once, in fp32.
+assert line["strategy"] == "one_pass" and line["chunk_tokens"] == 64, line
+assert line["gathered_bytes"] == 512 + 64 + 12 * 64 and line["summed_bytes"] == 4 * 64 * 64, line
+END
+"$mpirun" -n 3 "$program" bench --shape 64,507,64 --strategy recompute --repeats 5 --json >"$folder/bench.json"
+python3 - "$folder/bench.json" <<'END'
+import json, sys
+line, = json.load(open(sys.argv[1]))["cases"]
+assert line["strategy"] == "recompute", line
 assert line["gathered_bytes"] == 512 + 512 + 12 * 64 and line["summed_bytes"] == 4 * 64 * 64, line
 END
 "$mpirun" -n 2 "$program" bench --shape 64,507,64 --repeats 5 | grep communicating >/dev/null
 expect_refused "--op is for one rank" "$program" bench --split balanced --op step
 
+expect_refused "--strategy is 'two', must be automatic, one-pass or recompute" \
+  "$program" gradient "$case" --split balanced --strategy two
+expect_refused "--shards is for one rank: not with mpirun or --split" \
+  "$program" verify "$case" --split balanced --shards 2
 expect_refused "--split is '0,10', has 2 numbers, 3 ranks need 4" \
   "$mpirun" -n 3 "$program" gradient "$case" --split 0,10
 expect_refused "$folder/none: " "$mpirun" -n 3 "$program" gradient "$folder/none"

@@ -15,8 +15,9 @@ namespace {
 
 constexpr int kRanks = 3;
 
-ShardedStep ordinary() {
+ShardedStep ordinary(Strategy strategy = Strategy::recompute) {
   ShardedStep s;
+  s.strategy = strategy;
   s.step = make_step({.BT = 20, .V = 60, .H = 16}, all_arithmetics()[1]);
   s.cover = balanced_cover(60, kRanks);
   s.chunk_tokens = 6;
@@ -41,18 +42,20 @@ using ChangeArguments = std::function<void(int rank, RankArguments&)>;
 void expect_error(ErrorKind kind, const std::string& message, const Change& change,
                   const ChangeArguments& arguments = {}) {
   SCOPED_TRACE(message);
-  run_ranks(kRanks, [&](Communicator& communicator) {
-    const int rank = communicator.rank();
-    ShardedStep s = ordinary();
-    if (change) change(rank, s);
-    const RankResult r = run_rank(communicator, s, [&](RankArguments& a) {
-      if (arguments) arguments(rank, a);
+  for (const Strategy strategy : kStrategies) {
+    run_ranks(kRanks, [&](Communicator& communicator) {
+      const int rank = communicator.rank();
+      ShardedStep s = ordinary(strategy);
+      if (change) change(rank, s);
+      const RankResult r = run_rank(communicator, s, [&](RankArguments& a) {
+        if (arguments) arguments(rank, a);
+      });
+      ASSERT_FALSE(r.result) << "rank " << rank;
+      EXPECT_EQ(r.result.error().message, message) << "rank " << rank;
+      EXPECT_EQ(r.result.error().kind, kind) << "rank " << rank;
+      EXPECT_TRUE(untouched(s, r)) << "rank " << rank;
     });
-    ASSERT_FALSE(r.result) << "rank " << rank;
-    EXPECT_EQ(r.result.error().message, message) << "rank " << rank;
-    EXPECT_EQ(r.result.error().kind, kind) << "rank " << rank;
-    EXPECT_TRUE(untouched(s, r)) << "rank " << rank;
-  });
+  }
 }
 
 void expect_invalid(const std::string& message, const Change& change,
@@ -108,6 +111,10 @@ TEST(VocabParallelErrors, RanksThatDisagreeInThePlan) {
                  on(1, [](ShardedStep& s) { s.chunk_tokens = 0; }));
   expect_invalid("agree_in_run: ranks 0 and 1 were given true and false, must be the same",
                  on(1, [](ShardedStep& s) { s.agree_in_run = false; }));
+  expect_invalid("strategy: ranks 0 and 2 were given automatic and one_pass, must be the same",
+                 [](int rank, ShardedStep& s) {
+                   s.strategy = rank == 2 ? Strategy::one_pass : Strategy::automatic;
+                 });
   const Isa best = usable_isas().front();
   if (best == Isa::scalar) GTEST_SKIP() << "this machine has no second level of instructions";
   expect_invalid(std::string("isa: ranks 0 and 1 were given ") + name_of(best) +
@@ -157,22 +164,28 @@ TEST(VocabParallelErrors, APlanThatOneRankCannotMake) {
     ASSERT_FALSE(plan);
     EXPECT_EQ(plan.error().message, "rank 1: BT is -1, must be between 0 and 2^48");
   });
-  run_ranks(kRanks, [&](Communicator& communicator) {
-    ShardedStep s = ordinary();
-    if (communicator.rank() == 1) s.options.workspace_limit_bytes = 1000;
-    const RankResult r = run_rank(communicator, s);
-    ASSERT_FALSE(r.result);
-    EXPECT_EQ(r.result.error().kind, ErrorKind::limit_too_small);
-    EXPECT_EQ(r.result.error().message.rfind("rank 1: workspace_limit_bytes is 1000, the least", 0),
-              0u)
-        << r.result.error().message;
-  });
+  for (const Strategy strategy : {Strategy::automatic, Strategy::one_pass, Strategy::recompute}) {
+    run_ranks(kRanks, [&](Communicator& communicator) {
+      ShardedStep s = ordinary(strategy);
+      if (communicator.rank() == 1) s.options.workspace_limit_bytes = 1000;
+      const RankResult r = run_rank(communicator, s);
+      ASSERT_FALSE(r.result);
+      EXPECT_EQ(r.result.error().kind, ErrorKind::limit_too_small);
+      const std::string& message = r.result.error().message;
+      EXPECT_EQ(message.rfind("rank 1: workspace_limit_bytes is 1000, the least", 0), 0u)
+          << message;
+      EXPECT_EQ(message.find("of one pass") != std::string::npos, strategy == Strategy::one_pass)
+          << message;
+    });
+  }
 }
 
 TEST(VocabParallelErrors, AWorkspaceThatIsMissingOrTooSmall) {
-  for (const bool missing : {true, false}) {
+  for (const int way : {0, 1, 2, 3}) {
+    const bool missing = way % 2 == 0;
     run_ranks(kRanks, [&](Communicator& communicator) {
-      const RankResult r = run_rank(communicator, ordinary(), [&](RankArguments& a) {
+      const ShardedStep s = ordinary(kStrategies[way / 2]);
+      const RankResult r = run_rank(communicator, s, [&](RankArguments& a) {
         if (communicator.rank() != 2) return;
         a.workspace = missing ? std::span<std::byte>() : a.workspace.first(a.workspace.size() - 1);
       });
@@ -330,26 +343,37 @@ TEST(VocabParallelErrors, ABackwardApart) {
     expect(rank == 2 ? run(*plan, communicator, in, step, workspace)
                      : run_gradient(*plan, communicator, in, fine, out, workspace),
            "statistics: ranks 0 and 2 were given one and none, must be the same");
+    VocabParallelTypes types = s.types();
+    types.strategy = Strategy::one_pass;
+    const auto one_pass = plan_vocab_parallel_linear_cross_entropy(communicator, s.step.shape, rows,
+                                                                   types, s.options);
+    ASSERT_TRUE(one_pass);
+    expect(run_gradient(*one_pass, communicator, in, fine, out,
+                        guarded_workspace(one_pass->workspace_bytes())),
+           "plan: its strategy is one_pass, must be recompute for a backward apart");
   });
 }
 
-TEST(VocabParallelErrors, ACancelledRankCancelsAll) {
+// In one pass what was cancelled has one name.
+void expect_cancelled(Strategy strategy) {
+  const bool one_pass = strategy == Strategy::one_pass;
   // Before it begins, on any rank.
   for (int cancelled = 0; cancelled < kRanks; ++cancelled) {
     CancelToken token;
     token.cancel();
     run_ranks(kRanks, [&](Communicator& communicator) {
-      const RankResult r = run_rank(communicator, ordinary(), [&](RankArguments& a) {
+      const RankResult r = run_rank(communicator, ordinary(strategy), [&](RankArguments& a) {
         if (communicator.rank() == cancelled) a.cancel = &token;
       });
       ASSERT_FALSE(r.result);
       EXPECT_EQ(r.result.error().kind, ErrorKind::cancelled);
       EXPECT_EQ(r.result.error().message,
-                "rank " + std::to_string(cancelled) + ": forward: cancelled");
+                "rank " + std::to_string(cancelled) +
+                    (one_pass ? ": loss_and_gradient: cancelled" : ": forward: cancelled"));
     });
   }
   // After the n-th collective of the cancelled rank, which is the only one with a token: planning,
-  // agreement, statistics, then the sums of the chunks.
+  // agreement, statistics, then the sums of the chunks; in one pass both by turns.
   bool seen_in_gradient = false;
   for (const bool with_grad_input : {true, false}) {
     for (int call = 2; call < 7; ++call) {
@@ -362,20 +386,25 @@ TEST(VocabParallelErrors, ACancelledRankCancelsAll) {
       run_ranks(
           kRanks,
           [&](Communicator& communicator) {
-            ShardedStep s = ordinary();
+            ShardedStep s = ordinary(strategy);
             if (!with_grad_input) s.step.grad_input.reset();
             const RankResult r = run_rank(communicator, s, [&](RankArguments& a) {
               if (communicator.rank() == 1) a.cancel = &token;
             });
             if (r.result) return;  // the token fired when all was done
             EXPECT_EQ(r.result.error().kind, ErrorKind::cancelled);
-            EXPECT_EQ(r.result.error().message, "rank 1: gradient: cancelled");
+            EXPECT_EQ(r.result.error().message, one_pass ? "rank 1: loss_and_gradient: cancelled"
+                                                         : "rank 1: gradient: cancelled");
             if (communicator.rank() == 0) seen_in_gradient = true;
           },
           options);
     }
   }
   EXPECT_TRUE(seen_in_gradient);
+}
+
+TEST(VocabParallelErrors, ACancelledRankCancelsAll) {
+  for (const Strategy strategy : kStrategies) expect_cancelled(strategy);
 }
 
 TEST(VocabParallelErrors, AStatusIsShared) {
@@ -400,9 +429,10 @@ TEST(VocabParallelErrors, AStatusIsShared) {
 
 // Whichever collective fails: no rank hangs, no rank claims success.
 TEST(VocabParallelErrors, ATransportThatFails) {
-  for (const bool scatter : {false, true}) {
+  for (const int way : {0, 1, 2, 3}) {
+    const bool scatter = way % 2 == 1;
     const auto run_one = [&](Communicator& communicator) {
-      ShardedStep s = ordinary();
+      ShardedStep s = ordinary(kStrategies[way / 2]);
       s.input_rows = s.grad_input_rows = scatter ? TokenRows::slice : TokenRows::all;
       return run_rank(communicator, s).result;
     };

@@ -14,12 +14,13 @@ namespace {
 // One rank, by turns, is late at every collective.
 TEST(LateRank, ChangesNoBitAndHangsNobody) {
   constexpr int kRanks = 4;
-  for (const bool scatter : {false, true}) {
+  for (const int way : {0, 1, 2, 3}) {
     ShardedStep s;
     s.step = make_step({.BT = 40, .V = 90, .H = 16}, all_arithmetics()[1]);
     s.cover = uneven_cover(90, kRanks);
     s.chunk_tokens = 6;
-    s.grad_input_rows = scatter ? TokenRows::slice : TokenRows::all;
+    s.grad_input_rows = way % 2 == 1 ? TokenRows::slice : TokenRows::all;
+    s.strategy = kStrategies[way / 2];
     std::vector<uint64_t> in_time;
     for (int turn = 0; turn <= 200; ++turn) {
       ThreadRanksOptions options;

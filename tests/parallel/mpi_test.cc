@@ -44,23 +44,25 @@ std::unique_ptr<Communicator> world() {
   return std::move(made).value();
 }
 
-void expect_scenarios(const std::vector<Scenario>& scenarios) {
-  const auto communicator = world();
-  for (const Scenario& s : scenarios) {
-    SCOPED_TRACE(s.name);
-    expect_sharded(*communicator, s.step);
-  }
-}
-
 int ranks() {
   int size = 0;
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   return size;
 }
 
-TEST(Mpi, EveryCoverIsWithinTheContract) { expect_scenarios(cover_scenarios(ranks())); }
-TEST(Mpi, EdgesAreDefined) { expect_scenarios(edge_scenarios(ranks())); }
-TEST(Mpi, EveryOptionCounts) { expect_scenarios(option_scenarios(ranks())); }
+void expect_scenarios(std::vector<Scenario> (*scenarios)(int ranks, Strategy strategy)) {
+  const auto communicator = world();
+  for (const Strategy strategy : kStrategies) {
+    for (const Scenario& s : scenarios(ranks(), strategy)) {
+      SCOPED_TRACE(s.name);
+      expect_sharded(*communicator, s.step);
+    }
+  }
+}
+
+TEST(Mpi, EveryCoverIsWithinTheContract) { expect_scenarios(cover_scenarios); }
+TEST(Mpi, EdgesAreDefined) { expect_scenarios(edge_scenarios); }
+TEST(Mpi, EveryOptionCounts) { expect_scenarios(option_scenarios); }
 
 // Merged in rank order by ourselves: which transport moved the bytes leaves no trace. (Sums of
 // gradients are added by the transport, in its own order.)
@@ -69,26 +71,31 @@ TEST(Mpi, LossesHaveTheBitsOfAnyTransport) {
   ShardedStep s;
   s.step = make_step({.BT = 23, .V = 170, .H = 40}, all_arithmetics()[1]);
   s.cover = uneven_cover(170, ranks());
-  const RankResult mine = run_rank(*communicator, s);
-  ASSERT_TRUE(mine.result);
-  std::vector<uint64_t> threads;
-  run_ranks(ranks(), [&](Communicator& c) {
-    const RankResult r = run_rank(c, s);
-    if (c.rank() == 0) threads = r.step.loss.all_bits();
-  });
-  EXPECT_EQ(mine.step.loss.all_bits(), threads);
+  s.chunk_tokens = 8;
+  for (const Strategy strategy : kStrategies) {
+    s.strategy = strategy;
+    const RankResult mine = run_rank(*communicator, s);
+    ASSERT_TRUE(mine.result);
+    std::vector<uint64_t> threads;
+    run_ranks(ranks(), [&](Communicator& c) {
+      const RankResult r = run_rank(c, s);
+      if (c.rank() == 0) threads = r.step.loss.all_bits();
+    });
+    EXPECT_EQ(mine.step.loss.all_bits(), threads);
+  }
 }
 
 TEST(Mpi, TwoRunsHaveTheSameBits) {
   const auto communicator = world();
-  for (const bool scatter : {false, true}) {
+  for (const int turn : {0, 1, 2, 3}) {
     ShardedStep s;
     s.step = make_step({.BT = 40, .V = 170, .H = 40}, all_arithmetics()[1]);
     s.cover = uneven_cover(170, ranks());
     s.chunk_tokens = 8;
-    s.grad_input_rows = scatter ? TokenRows::slice : TokenRows::all;
+    s.grad_input_rows = turn % 2 == 1 ? TokenRows::slice : TokenRows::all;
+    s.strategy = kStrategies[turn / 2];
     const auto first = run_rank(*communicator, s).step.bits();
-    for (int turn = 0; turn < 5; ++turn) {
+    for (int again = 0; again < 5; ++again) {
       EXPECT_EQ(run_rank(*communicator, s).step.bits(), first);
     }
   }
@@ -104,6 +111,11 @@ TEST(Mpi, TheVerbs) {
     std::vector<std::byte> mine(bytes, std::byte(rank + 1)), all(bytes * static_cast<size_t>(p));
     ASSERT_TRUE(communicator->all_gather(mine, all));
     for (size_t i = 0; i < all.size(); ++i) ASSERT_EQ(all[i], std::byte(i / bytes + 1));
+    std::vector<std::byte> later(all.size());
+    auto pending = communicator->start_all_gather(mine, later);
+    ASSERT_TRUE(pending);
+    ASSERT_TRUE((*pending)->wait());
+    EXPECT_EQ(later, all);
   }
   const float sum_of_ranks = static_cast<float>(p * (p - 1) / 2);
   for (const size_t n : {size_t{0}, size_t{1}, size_t{7}, size_t{100000}}) {
@@ -248,6 +260,11 @@ class LateCommunicator final : public Communicator {
     std::this_thread::sleep_for(late_);
     return inner_.all_gather(mine, all);
   }
+  Result<std::unique_ptr<Pending>> start_all_gather(std::span<const std::byte> mine,
+                                                    std::span<std::byte> all) override {
+    std::this_thread::sleep_for(late_);
+    return inner_.start_all_gather(mine, all);
+  }
   Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> values) override {
     std::this_thread::sleep_for(late_);
     return inner_.start_all_reduce_sum(values);
@@ -267,12 +284,13 @@ class LateCommunicator final : public Communicator {
 // Label slow: 200 runs, one rank late by turns.
 TEST(MpiSlow, ALateRankChangesNoBitAndHangsNobody) {
   const auto communicator = world();
-  for (const bool scatter : {false, true}) {
+  for (const int way : {0, 1, 2, 3}) {
     ShardedStep s;
     s.step = make_step({.BT = 40, .V = 90, .H = 16}, all_arithmetics()[1]);
     s.cover = uneven_cover(90, ranks());
     s.chunk_tokens = 6;
-    s.grad_input_rows = scatter ? TokenRows::slice : TokenRows::all;
+    s.grad_input_rows = way % 2 == 1 ? TokenRows::slice : TokenRows::all;
+    s.strategy = kStrategies[way / 2];
     const auto in_time = run_rank(*communicator, s).step.bits();
     for (int turn = 0; turn < 200; ++turn) {
       const bool is_late = turn % ranks() == communicator->rank();
@@ -289,6 +307,7 @@ TEST(MpiSlow, ALateRankChangesNoBitAndHangsNobody) {
   s.step = make_step({.BT = 40, .V = 90, .H = 16}, all_arithmetics()[1]);
   s.cover = balanced_cover(90, ranks());
   s.chunk_tokens = 6;
+  s.strategy = Strategy::automatic;
   for (int step = 0;; ++step) {
     const bool dies = step == 5 && communicator->rank() == communicator->size() - 1;
     const RankResult r = run_rank(*communicator, s, [&](RankArguments&) {

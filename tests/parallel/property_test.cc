@@ -67,6 +67,7 @@ ShardedStep any_step(int ranks) {
   s.input_rows = *rc::gen::element(TokenRows::all, TokenRows::slice);
   s.grad_input_rows = *rc::gen::element(TokenRows::all, TokenRows::slice);
   s.chunk_tokens = 2 * *rc::gen::inRange<int64_t>(0, 12);
+  s.strategy = *rc::gen::element(Strategy::one_pass, Strategy::recompute, Strategy::automatic);
   const auto isas = usable_isas();
   s.options.isa = isas[*rc::gen::inRange<size_t>(0, isas.size())];
   return s;

@@ -27,12 +27,20 @@ ShardedStep sharded(const Shape& shape, const Arithmetic& arithmetic, std::vecto
   return s;
 }
 
+std::vector<Scenario> with(Strategy strategy, std::vector<Scenario> all) {
+  for (Scenario& s : all) {
+    s.name += strategy == Strategy::one_pass ? ", one pass" : ", recompute";
+    s.step.strategy = strategy;
+  }
+  return all;
+}
+
 Arithmetic bf16() { return all_arithmetics()[1]; }
 Arithmetic f32() { return all_arithmetics()[2]; }
 
 }  // namespace
 
-std::vector<Scenario> cover_scenarios(int ranks) {
+std::vector<Scenario> cover_scenarios(int ranks, Strategy strategy) {
   std::vector<Scenario> all;
   const Shape shape{.BT = 37, .V = 203, .H = 24};
   int turn = 0;
@@ -57,10 +65,10 @@ std::vector<Scenario> cover_scenarios(int ranks) {
       }
     }
   }
-  return all;
+  return with(strategy, std::move(all));
 }
 
-std::vector<Scenario> edge_scenarios(int ranks) {
+std::vector<Scenario> edge_scenarios(int ranks, Strategy strategy) {
   std::vector<Scenario> all;
   const auto add = [&](const char* name, const Shape& shape, const Arithmetic& arithmetic,
                        const std::function<void(ShardedStep&)>& change = {}) {
@@ -97,10 +105,10 @@ std::vector<Scenario> edge_scenarios(int ranks) {
     for (int64_t b = 0; b < 9; b += 2) s.step.target.set_index(b, 4711);
     s.step.input.set(2, 3, NAN);
   });
-  return all;
+  return with(strategy, std::move(all));
 }
 
-std::vector<Scenario> option_scenarios(int ranks) {
+std::vector<Scenario> option_scenarios(int ranks, Strategy strategy) {
   std::vector<Scenario> all;
   const Shape shape{.BT = 26, .V = 90, .H = 16};
   const auto add = [&](const char* name, const std::function<void(ShardedStep&)>& change) {
@@ -152,7 +160,7 @@ std::vector<Scenario> option_scenarios(int ranks) {
     s.step.grad_weight_layout = {.step = 2};
     s.input_rows = TokenRows::slice;
   });
-  return all;
+  return with(strategy, std::move(all));
 }
 
 }  // namespace logitless::test

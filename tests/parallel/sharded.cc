@@ -147,7 +147,8 @@ VocabParallelTypes ShardedStep::types() const {
           .input_rows = input_rows,
           .grad_input_rows = grad_input_rows,
           .chunk_tokens = chunk_tokens,
-          .agree_in_run = agree_in_run};
+          .agree_in_run = agree_in_run,
+          .strategy = strategy};
 }
 
 std::vector<RowRange> balanced_cover(int64_t V, int ranks) {
@@ -200,6 +201,8 @@ RankResult run_rank(Communicator& communicator, const ShardedStep& c,
     return r;
   }
   r.description = plan->describe();
+  r.strategy = plan->strategy();
+  EXPECT_TRUE(c.strategy == Strategy::automatic || r.strategy == c.strategy);
   RankArguments a;
   a.operands = c.step.operands();
   a.operands.weight = rows_of(a.operands.weight, rows);
@@ -264,7 +267,7 @@ StepResult assemble(Communicator& communicator, const ShardedStep& c, const Rank
   return whole;
 }
 
-void judge_whole(const ShardedStep& c, const StepResult& whole) {
+void judge_whole(const ShardedStep& c, const StepResult& whole, Strategy strategy) {
   SCOPED_TRACE(c.step.describe() + ", " + std::to_string(c.cover.size()) + " ranks");
   const int64_t BT = c.step.shape.BT;
   // Statistics against float64.
@@ -311,6 +314,7 @@ void judge_whole(const ShardedStep& c, const StepResult& whole) {
     EXPECT_TRUE(whole.total == total || (std::isnan(total) && std::isnan(whole.total)))
         << whole.total << " " << total;
   }
+  if (strategy == Strategy::one_pass) return expect_one_pass_gradient(c.step, whole);
   expect_gradient(gradient_case_of(c.step, &whole), whole.gradients);
 }
 
@@ -321,7 +325,7 @@ std::vector<uint64_t> expect_sharded(Communicator& communicator, const ShardedSt
     return {};
   }
   const StepResult whole = assemble(communicator, c, mine);
-  if (communicator.rank() == 0) judge_whole(c, whole);
+  if (communicator.rank() == 0) judge_whole(c, whole, mine.strategy);
   return whole.bits();
 }
 

@@ -22,6 +22,7 @@ struct ShardedStep {
   TokenRows grad_input_rows = TokenRows::all;
   int64_t chunk_tokens = 0;
   bool agree_in_run = true;
+  Strategy strategy = Strategy::recompute;
   bool apart = false;  // run without gradients, then run_gradient
   PlanOptions options = {.threads = 1};
 
@@ -46,6 +47,7 @@ struct RankResult {
   Result<void> result;  // of planning, else of running
   StepResult step;      // tensors of the whole shape, of which this rank has written its part
   std::string description;
+  Strategy strategy = Strategy::recompute;  // the plan's
 };
 RankResult run_rank(Communicator& communicator, const ShardedStep& c,
                     const std::function<void(RankArguments&)>& change = {});
@@ -57,6 +59,6 @@ StepResult assemble(Communicator& communicator, const ShardedStep& c, const Rank
 // run_rank and assemble; rank 0 judges everything against float64, and the loss against one rank.
 // The bits of everything are returned, on every rank.
 std::vector<uint64_t> expect_sharded(Communicator& communicator, const ShardedStep& c);
-void judge_whole(const ShardedStep& c, const StepResult& whole);
+void judge_whole(const ShardedStep& c, const StepResult& whole, Strategy strategy);
 
 }  // namespace logitless::test

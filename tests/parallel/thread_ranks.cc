@@ -160,6 +160,44 @@ class ThreadSum final : public PendingSum {
   bool waited_ = false;
 };
 
+// Its result holds ones until everybody's contribution is there.
+class ThreadGather final : public Pending {
+ public:
+  ThreadGather(Group& group, int64_t index, std::span<const std::byte> sent,
+               std::span<std::byte> all)
+      : group_(group), index_(index), sent_(sent), copy_(sent.begin(), sent.end()), all_(all) {
+    std::ranges::fill(all, std::byte{0xff});
+  }
+  ~ThreadGather() override {
+    if (!waited_) (void)wait();
+  }
+
+  Result<void> wait() override {
+    waited_ = true;
+    if (!std::ranges::equal(sent_, copy_)) {
+      return group_.misuse("the buffer of a gather was changed before wait()");
+    }
+    for (const std::byte value : all_) {
+      if (value != std::byte{0xff}) {
+        return group_.misuse("the result of a gather was written before wait()");
+      }
+    }
+    return group_.finish(index_, [&](const Call& call) {
+      for (size_t r = 0; r < call.sent.size(); ++r) {
+        std::ranges::copy(call.sent[r], all_.begin() + static_cast<int64_t>(r * copy_.size()));
+      }
+    });
+  }
+
+ private:
+  Group& group_;
+  int64_t index_;
+  std::span<const std::byte> sent_;
+  std::vector<std::byte> copy_;
+  std::span<std::byte> all_;
+  bool waited_ = false;
+};
+
 class ThreadCommunicator final : public Communicator {
  public:
   ThreadCommunicator(Group& group, int rank) : group_(group), rank_(rank) {}
@@ -169,19 +207,22 @@ class ThreadCommunicator final : public Communicator {
   const Traffic& traffic() const { return traffic_; }
 
   Result<void> all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
+    auto pending = start_all_gather(mine, all);
+    if (!pending) return pending.error();
+    return (*pending)->wait();
+  }
+
+  Result<std::unique_ptr<Pending>> start_all_gather(std::span<const std::byte> mine,
+                                                    std::span<std::byte> all) override {
     group_.before_call(rank_);
     ++traffic_.gathers;
     traffic_.gathered_bytes += static_cast<int64_t>(mine.size());
     if (all.size() != mine.size() * static_cast<size_t>(size())) {
-      return group_.misuse("all_gather: the buffer does not hold everyone's bytes");
+      return group_.misuse("all_gather: the buffer does not hold everyone's bytes").error();
     }
     const int64_t index = calls_++;
-    if (auto ok = group_.post(rank_, index, Kind::all_gather, mine, {}); !ok) return ok;
-    return group_.finish(index, [&](const Call& call) {
-      for (size_t r = 0; r < call.sent.size(); ++r) {
-        std::ranges::copy(call.sent[r], all.begin() + static_cast<int64_t>(r * mine.size()));
-      }
-    });
+    if (auto ok = group_.post(rank_, index, Kind::all_gather, mine, {}); !ok) return ok.error();
+    return std::unique_ptr<Pending>(std::make_unique<ThreadGather>(group_, index, mine, all));
   }
 
   Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> values) override {

@@ -28,8 +28,8 @@ struct Traffic {
 
 // Runs body on `ranks` threads, each with a communicator, and joins them. Strict: collectives that
 // do not match, a rank that ends while others wait for it, and a buffer that is touched while its
-// sum is under way are test failures, and every rank gets ErrorKind::communication. Sums are made
-// in rank order. Buffers of sums hold NaN from start to wait.
+// collective is under way are test failures, and every rank gets ErrorKind::communication. Sums are
+// made in rank order. Buffers of sums hold NaN from start to wait, those of gathers ones.
 void run_ranks(int ranks, const std::function<void(Communicator& communicator)>& body,
                const ThreadRanksOptions& options = {});
 

@@ -213,6 +213,11 @@ void expect_step(const StepCase& c, const StepResult& got, const PlanOptions& op
     EXPECT_EQ(run_gradient(gradient, options).bits(), got.gradients.bits());
     return;
   }
+  expect_one_pass_gradient(c, got);
+}
+
+void expect_one_pass_gradient(const StepCase& c, const StepResult& got) {
+  const GradientCase gradient = gradient_case_of(c, &got);
   reference::GradientOptions how = gradient.reference_options();
   if (c.arithmetic.multiplied() == DType::bf16) how.held_softmax = DType::bf16;
   // Two more exps and products in float: from segment to row.

@@ -60,5 +60,7 @@ StepResult run_step(const StepCase& c, const LossAndGradientPlan& plan);
 // where recomputed, within the allowed error (one more rounding of softmax) in one pass.
 void expect_step(const StepCase& c, const StepResult& got, const PlanOptions& options,
                  Strategy strategy);
+// The gradients alone, from the statistics beside them.
+void expect_one_pass_gradient(const StepCase& c, const StepResult& got);
 
 }  // namespace logitless::test

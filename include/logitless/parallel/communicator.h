@@ -12,15 +12,22 @@
 namespace logitless {
 inline namespace LOGITLESS_ABI_NAMESPACE {
 
-// A sum that is under way. Its buffers belong to the transport until wait() has returned; the
-// destructor waits, whatever comes of it.
-class PendingSum {
+// A collective that is under way. Its buffers belong to the transport until wait() has returned;
+// the destructor waits, whatever comes of it.
+class Pending {
  public:
-  virtual ~PendingSum() = default;
-  PendingSum() = default;
-  PendingSum(const PendingSum&) = delete;
-  PendingSum& operator=(const PendingSum&) = delete;
+  virtual ~Pending() = default;
+  Pending() = default;
+  Pending(const Pending&) = delete;
+  Pending& operator=(const Pending&) = delete;
   virtual Result<void> wait() = 0;
+};
+using PendingSum = Pending;
+
+// One that is done already.
+class NothingPending final : public Pending {
+ public:
+  Result<void> wait() override { return {}; }
 };
 
 // What vocabulary parallel needs of a transport. Every call is collective: all ranks make the same
@@ -41,6 +48,14 @@ class Communicator {
 
   // all: size() * mine.size() bytes, the ranks' contributions in rank order.
   virtual Result<void> all_gather(std::span<const std::byte> mine, std::span<std::byte> all) = 0;
+
+  // The same, going on while the caller computes. A transport that cannot do that may leave this
+  // to the blocking form.
+  virtual Result<std::unique_ptr<Pending>> start_all_gather(std::span<const std::byte> mine,
+                                                            std::span<std::byte> all) {
+    if (auto ok = all_gather(mine, all); !ok) return ok.error();
+    return std::unique_ptr<Pending>(std::make_unique<NothingPending>());
+  }
 
   // values[i] = sum over ranks of values[i], in place. Every rank gets the same bits, every time.
   // The sum goes on while the caller computes, if the transport can do that (it says).

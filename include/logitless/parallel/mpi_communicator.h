@@ -16,10 +16,11 @@ inline namespace LOGITLESS_ABI_NAMESPACE {
 // destructor, which is collective too; MPI_Finalize comes later.
 //
 // MPI must have been initialised with a thread level of
-//   MPI_THREAD_FUNNELED    every call from the thread that initialised MPI; sums run inside wait()
-//   MPI_THREAD_SERIALIZED  or MPI_THREAD_MULTIPLE: sums also go on while the caller computes, moved
-//                          by a thread of ours, which calls MPI only while a sum is under way. With
-//                          SERIALIZED no other thread of the process may call MPI meanwhile.
+//   MPI_THREAD_FUNNELED    every call from the thread that initialised MPI; what was started runs
+//                          inside wait()
+//   MPI_THREAD_SERIALIZED  or MPI_THREAD_MULTIPLE: it also goes on while the caller computes, moved
+//                          by a thread of ours, which calls MPI only while something is under way.
+//                          With SERIALIZED no other thread of the process may call MPI meanwhile.
 // The errors of this function: invalid_argument, communication.
 LOGITLESS_API Result<std::unique_ptr<Communicator>> mpi_communicator(MPI_Comm communicator);
 

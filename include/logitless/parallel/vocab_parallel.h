@@ -18,11 +18,14 @@ inline namespace LOGITLESS_ABI_NAMESPACE {
 // Cross-entropy of a head whose vocabulary is split over ranks: a training step in one call, as in
 // loss_and_gradient.h, where each rank has some rows of weight.
 //
-//   forward   each rank's statistics of all tokens; one all-gather of 12 bytes per token and rank,
+//   forward   each rank's statistics of all tokens; an all-gather of 12 bytes per token and rank,
 //             merged in rank order: loss and total have the same bits on every rank
 //   backward  grad_weight: rows of this rank, nothing is communicated
 //             grad_input:  partial sums in fp32, summed over the ranks, rounded once; in chunks of
 //             tokens, each summed while the next one is computed
+//
+// In one pass (Strategy) both happen block by block of tokens: the statistics of a block are
+// gathered while the forward of the next block is computed.
 //
 // Both calls are collective. Each begins with one agreement of fixed size (512 bytes per rank): a
 // rank's bad argument, and anything in which ranks disagree, is the same error on every rank, and
@@ -44,12 +47,15 @@ struct VocabParallelTypes {
   TokenRows grad_input_rows = TokenRows::all;  // all: all-reduced; slice: reduce-scattered
   // Tokens whose sum runs while the next ones are computed, even; 0 = automatic (BT / 4, between
   // 512 and 4096; with one rank BT). Short chunks hide more of the communication but each packs
-  // weight again.
+  // weight again. In one pass a chunk is a block; blocks are shorter where a limit says so.
   int64_t chunk_tokens = 0;
   // Whether run begins with the agreement. Without it a call saves one latency, and an argument
   // that is wrong on one rank, or different, means waiting for ever, or wrong sums; a cancel token
   // is then given on every rank or on none.
   bool agree_in_run = true;
+  // automatic: one pass if some length of its blocks fits the limit of every rank, else recompute;
+  // recompute too where no gradient is wanted.
+  Strategy strategy = Strategy::automatic;
 };
 
 struct VocabParallelPlanData;
@@ -65,7 +71,8 @@ class VocabParallelPlan {
   LOGITLESS_API const Shape& shape() const;     // V of the whole vocabulary
   LOGITLESS_API const RowRange& rows() const;   // of the vocabulary, this rank's
   LOGITLESS_API const RowRange& slice() const;  // of the tokens, where they are sliced
-  LOGITLESS_API int64_t chunk_tokens() const;
+  LOGITLESS_API Strategy strategy() const;      // one_pass or recompute
+  LOGITLESS_API int64_t chunk_tokens() const;   // in one pass: of a block, at most
   LOGITLESS_API const VocabParallelTypes& types() const;
   LOGITLESS_API std::string describe() const;  // with the bytes that are communicated
   const VocabParallelPlanData& data() const { return *data_; }
@@ -75,8 +82,9 @@ class VocabParallelPlan {
 };
 
 // shape.V is the whole vocabulary's; rows: this rank's part of it. threads and the workspace limit
-// may differ between ranks, everything else must not. Errors: invalid_argument, limit_too_small,
-// isa_unusable, communication.
+// may differ between ranks, everything else must not; the default limit is that of this rank's part
+// (loss_and_gradient.h), what is communicated not counted. Errors: invalid_argument,
+// limit_too_small, isa_unusable, communication.
 LOGITLESS_API Result<VocabParallelPlan> plan_vocab_parallel_linear_cross_entropy(
     Communicator& communicator, const Shape& shape, const RowRange& rows,
     const VocabParallelTypes& types, const PlanOptions& options = {});
@@ -104,8 +112,9 @@ struct MergedStatistics {
 };
 
 // The backward apart, for losses whose weights are known only after the forward: run a plan without
-// gradients, then this one with the statistics that it gave. operands.token_weights are then the
-// gradients of the loss with respect to each token's. Bits and errors are those of run.
+// gradients, then this one, which must recompute, with the statistics that it gave.
+// operands.token_weights are then the gradients of the loss with respect to each token's. Bits and
+// errors are those of run.
 LOGITLESS_API Result<void> run_gradient(const VocabParallelPlan& plan, Communicator& communicator,
                                         const LossAndGradientOperands& operands,
                                         const MergedStatistics& statistics,
