@@ -2,7 +2,7 @@
 #include "parallel.h"
 
 #include <algorithm>
-#include <cstring>
+#include <map>
 #include <memory>
 #include <new>
 #include <string>
@@ -33,7 +33,8 @@ class PythonTransport final : public Communicator {
   explicit PythonTransport(nb::object transport)
       : transport_(std::move(transport)),
         rank_(nb::cast<int>(transport_.attr("rank"))),
-        size_(nb::cast<int>(transport_.attr("size"))) {
+        size_(nb::cast<int>(transport_.attr("size"))),
+        starts_gathers_(nb::hasattr(transport_, "start_all_gather")) {
     if (size_ < 1 || rank_ < 0 || rank_ >= size_) {
       raise({ErrorKind::invalid_argument, "transport: rank is " + std::to_string(rank_) +
                                               " of size " + std::to_string(size_) +
@@ -51,15 +52,25 @@ class PythonTransport final : public Communicator {
     });
   }
 
-  Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> values) override {
+  // A verb that a transport need not have.
+  Result<std::unique_ptr<Pending>> start_all_gather(std::span<const std::byte> mine,
+                                                    std::span<std::byte> all) override {
+    if (!starts_gathers_) return Communicator::start_all_gather(mine, all);
+    return start("start_all_gather", [&] {
+      return transport_.attr("start_all_gather")(memory(mine.data(), mine.size()),
+                                                 memory(all.data(), all.size()));
+    });
+  }
+
+  Result<std::unique_ptr<Pending>> start_all_reduce_sum(std::span<float> values) override {
     return start("start_all_reduce_sum", [&] {
       return transport_.attr("start_all_reduce_sum")(memory(values.data(), values.size_bytes()));
     });
   }
 
-  Result<std::unique_ptr<PendingSum>> start_reduce_scatter_sum(std::span<const float> values,
-                                                               std::span<const int64_t> counts,
-                                                               std::span<float> mine) override {
+  Result<std::unique_ptr<Pending>> start_reduce_scatter_sum(std::span<const float> values,
+                                                            std::span<const int64_t> counts,
+                                                            std::span<float> mine) override {
     return start("start_reduce_scatter_sum", [&] {
       nb::list list;
       for (const int64_t count : counts) list.append(count);
@@ -79,11 +90,11 @@ class PythonTransport final : public Communicator {
   }
 
  private:
-  class Pending final : public PendingSum {
+  class Call final : public Pending {
    public:
-    Pending(PythonTransport& transport, nb::object handle)
+    Call(PythonTransport& transport, nb::object handle)
         : transport_(transport), handle_(std::move(handle)) {}
-    ~Pending() override {
+    ~Call() override {
       (void)wait();
       const nb::gil_scoped_acquire gil;
       handle_.reset();
@@ -114,11 +125,11 @@ class PythonTransport final : public Communicator {
   }
 
   template <class Body>
-  Result<std::unique_ptr<PendingSum>> start(const char* verb, const Body& body) {
+  Result<std::unique_ptr<Pending>> start(const char* verb, const Body& body) {
     const nb::gil_scoped_acquire gil;  // until the handle has its owner
-    std::unique_ptr<PendingSum> pending;
+    std::unique_ptr<Pending> pending;
     const Result<void> started =
-        call(verb, [&] { pending = std::make_unique<Pending>(*this, nb::object(body())); });
+        call(verb, [&] { pending = std::make_unique<Call>(*this, nb::object(body())); });
     if (!started) return started.error();
     return pending;
   }
@@ -139,6 +150,7 @@ class PythonTransport final : public Communicator {
   nb::object transport_;
   int rank_;
   int size_;
+  bool starts_gathers_;
   std::unique_ptr<nb::python_error> failure_;  // the first
 };
 
@@ -155,53 +167,67 @@ std::string output_text(int64_t value) {
 std::string flag_text(int64_t value) { return value == 0 ? "False" : "True"; }
 std::string presence_text(int64_t value) { return value == 0 ? "none" : "one"; }
 std::string isa_text(int64_t value) { return name_of(static_cast<Isa>(value)); }
+std::string strategy_text(int64_t value) {
+  switch (static_cast<Strategy>(value)) {
+    case Strategy::automatic:
+      return "automatic";
+    case Strategy::one_pass:
+      return "one_pass";
+    case Strategy::recompute:
+      return "recompute";
+  }
+  return "none";
+}
 std::string call_text(int64_t value) {
   return value == 0 ? "a loss" : value == 1 ? "its backward" : "a loss with gradients";
 }
 
-// The agreement of a plan, answered from what the ranks have said already: they were given the same
-// but for their rows of the vocabulary. So each rank makes and keeps plans as it likes.
-class KnownRanks final : public Communicator {
- public:
-  KnownRanks(const Communicator& ranks, std::span<const RowRange> cover)
-      : rank_(ranks.rank()), cover_(cover) {}
-  int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return static_cast<int>(cover_.size()); }
-  Result<void> all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
-    Statement statement;
-    if (mine.size() != sizeof statement) return unexpected();
-    std::memcpy(&statement, mine.data(), sizeof statement);
-    for (size_t r = 0; r < cover_.size(); ++r) {
-      statement.own[0] = cover_[r].begin;
-      statement.own[1] = cover_[r].end;
-      std::memcpy(all.data() + r * sizeof statement, &statement, sizeof statement);
-    }
-    return {};
-  }
-  Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> /*values*/) override {
-    return unexpected();
-  }
-  Result<std::unique_ptr<PendingSum>> start_reduce_scatter_sum(std::span<const float> /*values*/,
-                                                               std::span<const int64_t> /*counts*/,
-                                                               std::span<float> /*mine*/) override {
-    return unexpected();
-  }
-
- private:
-  static Error unexpected() {
-    return Error{ErrorKind::communication, "a plan communicates more than it is known to"};
-  }
-  int rank_;
-  std::span<const RowRange> cover_;
-};
-
-struct Arrays {
+// What this rank calls with, and the plans that it has kept of such a call. A plan is made by all
+// ranks together, so it may be used again only where all of them have kept it: each says which one
+// it has (ids are the same where covers and everything else are).
+struct Step {
   MatrixView input, weight;
   VectorView target;
   std::optional<int64_t> vocab_start;
   std::optional<MergedStatistics> statistics;  // of the forward; absent: there is one
   bool wants_grad_input, wants_grad_weight;    // now or in the backward
+  // Without gradients where `types` would not take one pass.
+  bool or_forward;
+  VocabParallelTypes types, forward_types;
 };
+
+std::map<std::vector<int64_t>, VocabParallelPlan>& kept_plans() {
+  thread_local std::map<std::vector<int64_t>, VocabParallelPlan> plans;
+  return plans;
+}
+
+std::vector<int64_t> key_of(const Communicator& ranks, const Step& step,
+                            const VocabParallelTypes& types, const PlanOptions& options) {
+  return {ranks.rank(),
+          ranks.size(),
+          step.target.size,
+          step.weight.rows,
+          step.input.cols,
+          step.vocab_start.value_or(-1),
+          code(types.operand),
+          code(types.multiply),
+          code(types.target),
+          code(types.grad_input),
+          code(types.grad_weight),
+          static_cast<int64_t>(types.input_rows),
+          types.chunk_tokens,
+          static_cast<int64_t>(types.strategy),
+          static_cast<int64_t>(options.isa.value_or(Isa::scalar)),
+          options.workspace_limit_bytes,
+          options.threads};
+}
+
+std::optional<VocabParallelPlan> kept_plan(const std::vector<int64_t>& key) {
+  const auto found = kept_plans().find(key);
+  if (found == kept_plans().end()) return {};
+  return found->second;
+}
+int64_t id_of(const std::optional<VocabParallelPlan>& plan) { return plan ? plan->id() : 0; }
 
 // Every rank's rows of the vocabulary: at vocab_start, or one after another.
 std::vector<RowRange> cover_of(std::span<const Statement> statements) {
@@ -216,57 +242,72 @@ std::vector<RowRange> cover_of(std::span<const Statement> statements) {
   return cover;
 }
 
-Result<std::vector<RowRange>> meet(Communicator& ranks, const Arrays& a,
-                                   const VocabParallelTypes& types, const Options& options) {
-  const Result<Isa> isa = isa_of(options);
-  const int64_t call = a.statistics ? 1 : types.grad_input || types.grad_weight ? 2 : 0;
+// What the ranks have said of themselves.
+struct Met {
+  std::vector<RowRange> cover;
+  bool kept, kept_forward;  // all of them have the plan, and the one without gradients
+};
+
+Result<Met> meet(Communicator& ranks, const Step& step, int64_t kept, int64_t kept_forward,
+                 const Result<Isa>& isa) {
+  const VocabParallelTypes& types = step.types;
+  const int64_t call = step.statistics ? 1 : types.grad_input || types.grad_weight ? 2 : 0;
   const Agreed fields[] = {
-      {"call", call, call_text},
-      {"target's size", a.target.size, number},
-      {"H", a.input.cols, number},
+      {"target's size", step.target.size, number},
+      {"H", step.input.cols, number},
       {"input's dtype", static_cast<int64_t>(types.operand), dtype_text},
-      {"weight's dtype", static_cast<int64_t>(a.weight.dtype), dtype_text},
+      {"weight's dtype", static_cast<int64_t>(step.weight.dtype), dtype_text},
       {"multiply", code(types.multiply), dtype_text},
       {"target's dtype", static_cast<int64_t>(types.target), dtype_text},
-      {"gradient of input", a.wants_grad_input ? 1 : 0, flag_text},
-      {"gradient of weight", a.wants_grad_weight ? 1 : 0, flag_text},
+      {"gradient of input", step.wants_grad_input ? 1 : 0, flag_text},
+      {"gradient of weight", step.wants_grad_weight ? 1 : 0, flag_text},
+      {"strategy", static_cast<int64_t>(types.strategy), strategy_text},
+      {"call", call, call_text},
       {"grad_input", code(types.grad_input), output_text},
       {"grad_weight", code(types.grad_weight), output_text},
       {"sequence_parallel", types.input_rows == TokenRows::slice ? 1 : 0, flag_text},
-      {"vocab_start", a.vocab_start ? 1 : 0, presence_text},
+      {"vocab_start", step.vocab_start ? 1 : 0, presence_text},
       {"chunk_tokens", types.chunk_tokens, number},
       {"isa", isa ? static_cast<int64_t>(*isa) : 0, isa_text},
   };
   const Result<void> mine = isa ? Result<void>() : Result<void>(isa.error());
   std::vector<Statement> statements(static_cast<size_t>(ranks.size()));
-  const int64_t own[] = {a.weight.rows, a.vocab_start.value_or(-1)};
+  const int64_t own[] = {step.weight.rows, step.vocab_start.value_or(-1), kept, kept_forward};
   if (auto ok = agree(ranks, mine, fields, own, statements); !ok) return ok.error();
-  return cover_of(statements);
+  const auto everywhere = [&](int i) {
+    return std::ranges::all_of(statements, [&](const Statement& s) {
+      return s.own[i] != 0 && s.own[i] == statements[0].own[i];
+    });
+  };
+  return Met{cover_of(statements), everywhere(2), everywhere(3)};
 }
 
-int64_t hash_of(std::span<const RowRange> cover) {
-  Hash hash;
-  for (const RowRange& rows : cover) {
-    hash.add(static_cast<uint64_t>(rows.begin));
-    hash.add(static_cast<uint64_t>(rows.end));
-  }
-  return hash.value();
+// Threads are settled before, since ranks make a plan once, together: a tiny problem takes few.
+int settled_threads(const Step& step, const Options& options) {
+  const Shape local{step.target.size, step.weight.rows, step.input.cols};
+  const ForwardTypes types{
+      .operand = step.types.operand, .multiply = step.types.multiply, .target = step.types.target};
+  const auto plan = cache<ForwardPlan>().find_or_make(
+      {local.BT, local.V, local.H, code(types.operand), code(types.multiply), code(types.target),
+       code(types.logits), static_cast<int64_t>(types.logits_rounding)},
+      {std::get<0>(options), std::get<1>(options), 0},
+      [&](const PlanOptions& o) { return plan_forward(local, types, o); });
+  return plan ? plan->threads() : 0;  // what is wrong the plan of all ranks will say
 }
 
-Result<VocabParallelPlan> plan_of(const Communicator& ranks, const Arrays& a,
-                                  std::span<const RowRange> cover, const VocabParallelTypes& types,
-                                  const Options& options) {
-  Shape shape{.BT = a.target.size, .V = 0, .H = a.input.cols};
+Result<VocabParallelPlan> plan_of(Communicator& ranks, const Step& step,
+                                  const std::vector<RowRange>& cover,
+                                  const VocabParallelTypes& types, const PlanOptions& options,
+                                  const std::vector<int64_t>& key) {
+  Shape shape{.BT = step.target.size, .V = 0, .H = step.input.cols};
   for (const RowRange& rows : cover) shape.V = std::max(shape.V, rows.end);
-  return cache<VocabParallelPlan>().find_or_make(
-      {shape.BT, shape.V, shape.H, code(types.operand), code(types.multiply), code(types.target),
-       code(types.grad_input), code(types.grad_weight), static_cast<int64_t>(types.input_rows),
-       types.chunk_tokens, ranks.rank(), ranks.size(), hash_of(cover)},
-      options, [&](const PlanOptions& o) {
-        KnownRanks known(ranks, cover);
-        return plan_vocab_parallel_linear_cross_entropy(
-            known, shape, cover[static_cast<size_t>(ranks.rank())], types, o);
-      });
+  auto plan = plan_vocab_parallel_linear_cross_entropy(
+      ranks, shape, cover[static_cast<size_t>(ranks.rank())], types, options);
+  if (!plan) return plan;
+  auto& plans = kept_plans();
+  if (plans.size() >= 256) plans.clear();
+  plans.insert_or_assign(key, *plan);
+  return plan;
 }
 
 // ---- the step -----------------------------------------------------------------------------------
@@ -276,9 +317,10 @@ Result<void> out_of_memory(int64_t bytes) {
                "the workspace needs " + number(bytes) + " bytes, which are not there"};
 }
 
-// The loss of a vocabulary split over ranks, its gradients, or both. Returns the total, and where
-// this rank's rows begin.
-std::tuple<double, int64_t> vocab_parallel(
+// The loss of a vocabulary split over ranks, its gradients, or both. Returns the total, where this
+// rank's rows begin, and whether gradients were made with the loss: or_forward leaves them out
+// where they would not be made in one pass.
+std::tuple<double, int64_t, bool> vocab_parallel(
     nb::object transport_object, const Matrix& input, const Matrix& weight, const Vector& target,
     std::optional<int64_t> vocab_start, bool sequence_parallel, std::optional<int64_t> ignore_index,
     const std::optional<Vector>& counts, const std::optional<Vector>& token_weights,
@@ -287,32 +329,41 @@ std::tuple<double, int64_t> vocab_parallel(
     const std::optional<Vector>& logits_max, const std::optional<Vector>& sum_exp_logits,
     const std::optional<Vector>& predicted_logits, const std::optional<Matrix>& grad_input,
     bool accumulate_grad_input, const std::optional<Matrix>& grad_weight,
-    bool accumulate_grad_weight, int64_t chunk_tokens, const Options& options) {
+    bool accumulate_grad_weight, int64_t chunk_tokens, int strategy, bool or_forward,
+    const Options& options) {
   PythonTransport python(std::move(transport_object));
   std::unique_ptr<Communicator> alone;
   if (python.size() == 1) alone = self_communicator();
   Communicator& ranks = alone ? *alone : python;
 
-  Arrays a{.input = view(input),
-           .weight = view(weight),
-           .target = view(target),
-           .vocab_start = vocab_start,
-           .statistics = {},
-           .wants_grad_input = std::get<0>(wanted),
-           .wants_grad_weight = std::get<1>(wanted)};
-  if (statistics) {
-    a.statistics = MergedStatistics{view(std::get<0>(*statistics)), view(std::get<1>(*statistics))};
-  }
   const TokenRows rows = sequence_parallel ? TokenRows::slice : TokenRows::all;
-  const VocabParallelTypes types{.operand = a.input.dtype,
-                                 .multiply = optional_dtype(multiply),
-                                 .target = a.target.dtype,
-                                 .grad_input = output_type(grad_input, accumulate_grad_input),
-                                 .grad_weight = output_type(grad_weight, accumulate_grad_weight),
-                                 .input_rows = rows,
-                                 .grad_input_rows = rows,
-                                 .chunk_tokens = chunk_tokens,
-                                 .strategy = Strategy::recompute};
+  Step step{.input = view(input),
+            .weight = view(weight),
+            .target = view(target),
+            .vocab_start = vocab_start,
+            .statistics = {},
+            .wants_grad_input = std::get<0>(wanted),
+            .wants_grad_weight = std::get<1>(wanted),
+            .or_forward = or_forward,
+            .types = {},
+            .forward_types = {}};
+  if (statistics) {
+    step.statistics =
+        MergedStatistics{view(std::get<0>(*statistics)), view(std::get<1>(*statistics))};
+  }
+  step.types = {.operand = step.input.dtype,
+                .multiply = optional_dtype(multiply),
+                .target = step.target.dtype,
+                .grad_input = output_type(grad_input, accumulate_grad_input),
+                .grad_weight = output_type(grad_weight, accumulate_grad_weight),
+                .input_rows = rows,
+                .grad_input_rows = rows,
+                .chunk_tokens = chunk_tokens,
+                .strategy = static_cast<Strategy>(strategy)};
+  step.forward_types = step.types;
+  step.forward_types.grad_input.reset();
+  step.forward_types.grad_weight.reset();
+  step.forward_types.strategy = Strategy::recompute;
   const auto take_here = [&](auto result) {
     if (!result) python.raise_error(result.error());
     if constexpr (!std::is_same_v<decltype(result), Result<void>>) return std::move(result).value();
@@ -320,9 +371,24 @@ std::tuple<double, int64_t> vocab_parallel(
   // What goes wrong on this rank alone, all ranks hear of in place of their agreement in run.
   const auto give_up = [&](const Result<void>& why) { take_here(share_status(ranks, why)); };
 
-  const std::vector<RowRange> cover = take_here(meet(ranks, a, types, options));
-  Result<VocabParallelPlan> plan = plan_of(ranks, a, cover, types, options);
-  if (!plan) give_up(plan.error());
+  const Result<Isa> isa = isa_of(options);
+  const PlanOptions plan_options{.threads = settled_threads(step, options),
+                                 .isa = isa ? std::optional(*isa) : std::nullopt,
+                                 .workspace_limit_bytes = std::get<2>(options)};
+  const auto key = key_of(ranks, step, step.types, plan_options);
+  const auto forward_key = key_of(ranks, step, step.forward_types, plan_options);
+  std::optional<VocabParallelPlan> plan = kept_plan(key);
+  std::optional<VocabParallelPlan> forward_plan;
+  if (or_forward) forward_plan = kept_plan(forward_key);
+  const Met met = take_here(meet(ranks, step, id_of(plan), id_of(forward_plan), isa));
+  if (!met.kept) plan = take_here(plan_of(ranks, step, met.cover, step.types, plan_options, key));
+  const bool forward_only = or_forward && plan->strategy() != Strategy::one_pass;
+  if (forward_only && met.kept_forward) {
+    plan = forward_plan;
+  } else if (forward_only) {
+    plan =
+        take_here(plan_of(ranks, step, met.cover, step.forward_types, plan_options, forward_key));
+  }
   std::optional<WorkspaceLease> workspace;
   try {
     workspace.emplace(plan->workspace_bytes());
@@ -331,38 +397,42 @@ std::tuple<double, int64_t> vocab_parallel(
   }
 
   const LossAndGradientOperands operands{
-      a.input,
-      a.weight,
-      a.target,
+      step.input,
+      step.weight,
+      step.target,
       {.ignore_index = ignore_index, .counts = optional_view<ConstVectorView>(counts)},
       optional_view<ConstVectorView>(token_weights),
       normalizer};
   double total = 0;
   constexpr double kWorthInterrupting = 1e9;  // multiply-adds
   const Shape& shape = plan->shape();
-  const double work = static_cast<double>(shape.BT) * static_cast<double>(a.weight.rows) *
+  const double work = static_cast<double>(shape.BT) * static_cast<double>(step.weight.rows) *
                       static_cast<double>(shape.H) *
-                      (types.grad_input || types.grad_weight ? 3 : 1);
+                      (plan->types().grad_input || plan->types().grad_weight ? 3 : 1);
   Interrupt interrupt(work > kWorthInterrupting, true);
   const CancelToken* const cancel = interrupt.armed() ? interrupt.token() : nullptr;
   const Result<void> done = [&] {
     const nb::gil_scoped_release without_gil;
-    if (a.statistics) {
+    if (step.statistics) {
       return run_gradient(
-          *plan, ranks, operands, *a.statistics,
+          *plan, ranks, operands, *step.statistics,
           {optional_view<MatrixView>(grad_input), optional_view<MatrixView>(grad_weight)},
           workspace->bytes(), cancel);
     }
-    const LossAndGradientOutputs outputs{
+    LossAndGradientOutputs outputs{
         loss ? view(*loss) : VectorView{},           &total,
         optional_view<VectorView>(logits_max),       optional_view<VectorView>(sum_exp_logits),
         optional_view<VectorView>(predicted_logits), optional_view<MatrixView>(grad_input),
         optional_view<MatrixView>(grad_weight)};
+    if (forward_only) {
+      outputs.grad_input.reset();
+      outputs.grad_weight.reset();
+    }
     return run(*plan, ranks, operands, outputs, workspace->bytes(), cancel);
   }();
   interrupt.raise_if_interrupted();
   take_here(done);
-  return {total, plan->rows().begin};
+  return {total, plan->rows().begin, !forward_only};
 }
 
 // This rank cannot take part, for the reason `exception`: every rank's call ends with it.
@@ -406,7 +476,8 @@ void bind_parallel(nb::module_& m) {
         nb::arg("logits_max").none(), nb::arg("sum_exp_logits").none(),
         nb::arg("predicted_logits").none(), nb::arg("grad_input").none(),
         nb::arg("accumulate_grad_input"), nb::arg("grad_weight").none(),
-        nb::arg("accumulate_grad_weight"), nb::arg("chunk_tokens"), nb::arg("options"));
+        nb::arg("accumulate_grad_weight"), nb::arg("chunk_tokens"), nb::arg("strategy"),
+        nb::arg("or_forward"), nb::arg("options"));
   m.def("vocab_parallel_fail", &vocab_parallel_fail, nb::arg("transport"), nb::arg("exception"));
   m.def(
       "balanced_shard",

@@ -417,7 +417,7 @@ Result<VocabParallelPlan> plan_vocab_parallel_linear_cross_entropy(Communicator&
   for (const Statement& s : statements) open.push_back(std::bit_cast<Choices>(s.own[2]));
   if (auto ok = choose(p, open, options); !ok) return ok.error();
   id.add(static_cast<uint64_t>(p.one_pass ? p.most_chunks : 0));
-  p.id = id.value();
+  p.id = id.value() != 0 ? id.value() : 1;
   p.slice = p.slice_of(p.rank);
   return VocabParallelPlan(std::move(data));
 }
@@ -432,6 +432,7 @@ const Shape& VocabParallelPlan::shape() const { return data_->shape; }
 const RowRange& VocabParallelPlan::rows() const { return data_->rows(); }
 const RowRange& VocabParallelPlan::slice() const { return data_->slice; }
 int64_t VocabParallelPlan::chunk_tokens() const { return data_->chunk_tokens; }
+int64_t VocabParallelPlan::id() const { return data_->id; }
 const VocabParallelTypes& VocabParallelPlan::types() const { return data_->types; }
 
 std::string VocabParallelPlan::describe() const {

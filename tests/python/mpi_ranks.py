@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -51,12 +52,12 @@ def values():
         count = (t != -100).sum()
         e = expected(np.float64(x), np.float64(w), t, np.full(37, 1 / count), multiply=dtype, output=dtype)
         for cover in covers(203):
-            for sliced in (False, True):
+            for sliced, strategy in itertools.product((False, True), ("one_pass", "recompute")):
                 begin, end = cover[RANK]
                 part = slice(*balanced_shard(37, RANKS, RANK)) if sliced else slice(None)
                 step = vocab_parallel_loss_and_gradient(
                     x[part], w[begin:end], t, group=WORLD, vocab_start=begin, ignore_index=-100,
-                    sequence_parallel=sliced, chunk_tokens=8,
+                    sequence_parallel=sliced, chunk_tokens=8, strategy=strategy,
                 )  # fmt: skip
                 everything = WORLD.allgather((step.total, step.loss.tobytes(), step.grad_input, step.grad_weight))
                 assert len({e[:2] for e in everything}) == 1, "ranks have other bits"

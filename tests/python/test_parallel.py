@@ -101,18 +101,20 @@ def judge(result, x, w, t, dtype, coefficient=None, output=None):
 @pytest.mark.parametrize("cover", COVERS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_split_vocabulary_agrees_with_float64(ranks, cover, sequence_parallel):
+@pytest.mark.parametrize("strategy", ["one_pass", "recompute"])
+def test_a_split_vocabulary_agrees_with_float64(ranks, cover, sequence_parallel, strategy):
     for dtype in TYPES:
         x, w, t = case(dtype=dtype)
-        result = step(ranks, x, w, t, COVERS[cover](203, ranks), chunk_tokens=8,
+        result = step(ranks, x, w, t, COVERS[cover](203, ranks), chunk_tokens=8, strategy=strategy,
                       sequence_parallel=sequence_parallel)  # fmt: skip
         judge(result, x, w, t, dtype)
 
 
-def test_one_rank_has_the_bits_of_the_plain_step():
+@pytest.mark.parametrize("strategy", ["one_pass", "recompute", "automatic"])
+def test_one_rank_has_the_bits_of_the_plain_step(strategy):
     x, w, t = case(dtype="bf16")
-    one = step(1, x, w, t, [(0, 203)])
-    plain = ln.loss_and_gradient(x, w, t, ignore_index=-100, strategy="recompute")
+    one = step(1, x, w, t, [(0, 203)], strategy=strategy)
+    plain = ln.loss_and_gradient(x, w, t, ignore_index=-100, strategy=strategy)
     for a, b in zip(one, plain):
         np.testing.assert_array_equal(a, b)
 
@@ -146,7 +148,7 @@ def test_every_option_counts():
     x, w, t = case()
     cover = backwards(203, 3)
     weights = np.linspace(0.5, 2, 37, dtype=np.float32)
-    plain = step(3, x, w, t, cover)
+    plain = step(3, x, w, t, cover, strategy="recompute")
     judge(step(3, x, w, t, cover, token_weights=weights, normalizer=7), x, w, t, "f32", weights / 7)
     judge(step(3, x, w, t, cover, normalizer=3), x, w, t, "f32", np.full(37, 1 / 3))
     some = np.arange(37) % 3 > 0
@@ -157,10 +159,10 @@ def test_every_option_counts():
     judge(rounded, x16, w16, t, "bf16", output="f32")
     assert not np.array_equal(rounded.loss, plain.loss)
     for options in ({"chunk_tokens": 6}, {"threads": 2}, {"workspace_limit": 1 << 24}):
-        for a, b in zip(step(3, x, w, t, cover, **options), plain):
+        for a, b in zip(step(3, x, w, t, cover, strategy="recompute", **options), plain):
             np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match=r"^(rank 0: )?workspace_limit_bytes is 1, the least possible"):
-        step(3, x, w, t, cover, workspace_limit=1)
+        step(3, x, w, t, cover, workspace_limit=1, strategy="recompute")
 
 
 def test_gradients_not_wanted_are_not_computed_and_may_be_added_to():
@@ -174,7 +176,7 @@ def test_gradients_not_wanted_are_not_computed_and_may_be_added_to():
         loss = vocab_parallel_loss_and_gradient(
             x, w[begin:end], t, group=transport, ignore_index=-100, grad_input=False, grad_weight=False)  # fmt: skip
         assert loss.grad_input is None and loss.total == frozen.total
-        sums = [c for c in transport.calls if c[0] != "all_gather"]
+        sums = [c for c in transport.calls if "gather" not in c[0]]
         assert sums == [("start_all_reduce_sum", 32 * 24 * 4)]
         main = np.ones((end - begin, 24), np.float32)
         added = vocab_parallel_loss_and_gradient(
@@ -191,21 +193,33 @@ def test_gradients_not_wanted_are_not_computed_and_may_be_added_to():
 def test_no_more_is_sent_than_the_documentation_says():
     x, w, t = case(BT=64, V=100, H=16, ignored=0)
 
-    def body(transport: ThreadRanks, sliced: bool):
+    def body(transport: ThreadRanks, sliced: bool, strategy: str):
         part = slice(*balanced_shard(64, 4, transport.rank)) if sliced else slice(None)
-        vocab_parallel_loss_and_gradient(
-            x[part], w[slice(*balanced_shard(100, 4, transport.rank))], t, group=transport,
-            chunk_tokens=16, sequence_parallel=sliced)  # fmt: skip
-        return transport.calls
+        seen = []
+        for _ in range(3):
+            vocab_parallel_loss_and_gradient(
+                x[part], w[slice(*balanced_shard(100, 4, transport.rank))], t, group=transport,
+                chunk_tokens=16, sequence_parallel=sliced, strategy=strategy)  # fmt: skip
+            seen.append(list(transport.calls))
+            transport.calls.clear()
+        return seen
 
-    small = [("all_gather", STATEMENT)] * 2  # what ranks were given; run's agreement
-    statistics = [("all_gather", STATEMENT + 12 * 64)]
-    for calls in run_ranks(4, lambda t_: body(t_, False)):
-        assert calls == small + statistics + [("start_all_reduce_sum", 16 * 16 * 4)] * 4
-    for calls in run_ranks(4, lambda t_: body(t_, True)):
-        gathered = [("all_gather", 16 * 16 * 4)]
-        sums = [("start_reduce_scatter_sum", 16 * 16 * 4)] * 4
-        assert calls == small + gathered + statistics + sums
+    said = [("all_gather", STATEMENT)]
+    for sliced in (False, True):
+        sums = [("start_reduce_scatter_sum" if sliced else "start_all_reduce_sum", 16 * 16 * 4)] * 4
+        gathered = [("all_gather", 16 * 16 * 4)] if sliced else []
+        statistics = [("all_gather", STATEMENT + 12 * 64)]
+        for first, *later in run_ranks(4, lambda t_: body(t_, sliced, "recompute")):
+            # What ranks were given, the plan's agreement, run's; then the plan is kept.
+            assert first == said * 3 + gathered + statistics + sums
+            assert later == [said * 2 + gathered + statistics + sums] * 2
+        for first, *later in run_ranks(4, lambda t_: body(t_, sliced, "one_pass")):
+            # Blocks: a statement's head of 64 bytes each.
+            blocks = [("start_all_gather", 64 + 12 * 16)] * 4
+            assert sorted(first) == sorted(said * 3 + gathered + blocks + sums)
+            assert all(sorted(c) == sorted(said * 2 + gathered + blocks + sums) for c in later)
+            # The next block's statistics are under way before this one's sums.
+            assert [v for v, _ in first if v.startswith("start")][:3] == ["start_all_gather"] * 2 + [sums[0][0]]
 
 
 # ---- errors -------------------------------------------------------------------------------------
@@ -237,6 +251,7 @@ def test_ranks_that_disagree_get_the_same_error():
         ({"grad_weight": False}, "gradient of weight: ranks 0 and 1 were given True and False"),
         ({"sequence_parallel": True}, "sequence_parallel: ranks 0 and 1 were given False and True"),
         ({"chunk_tokens": 4}, "chunk_tokens: ranks 0 and 1 were given 0 and 4"),
+        ({"strategy": "one_pass"}, "strategy: ranks 0 and 1 were given automatic and one_pass"),
         ({"multiply": "bf16"}, "multiply: ranks 0 and 1 were given none and bf16"),
         ({"target": t.astype(np.int32)}, "target's dtype: ranks 0 and 1 were given i64 and i32"),
         ({"target": other}, "target: ranks 0 and 1 hold different contents"),

@@ -81,24 +81,27 @@ def leaves(x, w, t, cover, rank, sliced):
 # ---- values -------------------------------------------------------------------------------------
 
 
+WAYS = [("mean", "one_pass"), ("mean", "recompute"), ("sum", "auto"), ("sum", "recompute"), ("none", "auto")]
+
+
 def _steps(group, cover_name, sliced):
-    """All types and reductions with one cover: (loss, grad_input, grad_weight) of this rank."""
+    """All types, reductions and modes with one cover: (loss, grad_input, grad_weight) of this rank."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     found = {}
     for dtype in TYPES:
-        for reduction in ("mean", "sum", "none"):
+        for reduction, mode in WAYS:
             x, w, t = case(dtype=dtype)
             cover = COVERS[cover_name](203, ranks)
             xi, wi = leaves(x, w, t, cover, rank, sliced)
             loss = vocab_parallel_linear_cross_entropy(
                 xi, wi, t, group=group, vocab_start=cover[rank][0], sequence_parallel=sliced,
-                reduction=reduction, chunk_tokens=8,
+                reduction=reduction, mode=mode, chunk_tokens=8,
             )  # fmt: skip
             assert loss.dtype is torch.float32
             upstream = torch.linspace(-1, 1, 37) if reduction == "none" else torch.tensor(0.5)
             loss.backward(upstream)
             assert xi.grad.dtype is wi.grad.dtype is TYPES[dtype]
-            found[dtype, reduction] = (loss.detach().numpy(), xi.grad.double().numpy(),
+            found[dtype, reduction, mode] = (loss.detach().numpy(), xi.grad.double().numpy(),
                                        wi.grad.double().numpy())  # fmt: skip
     return found
 
@@ -111,8 +114,8 @@ def test_every_rank_has_the_loss_and_its_gradients(gloo, ranks, cover, sliced):
     order = np.argsort([c[0] for c in COVERS[cover](203, ranks)], kind="stable")
     for dtype in TYPES:
         x, w, t = (a.double().numpy() if a.is_floating_point() else a.numpy() for a in case(dtype=dtype))
-        for reduction in ("mean", "sum", "none"):
-            step = [r[dtype, reduction] for r in results]
+        for reduction, mode in WAYS:
+            step = [r[dtype, reduction, mode] for r in results]
             coefficient = {"mean": np.full(37, 0.5 / 32), "sum": np.full(37, 0.5),
                            "none": torch.linspace(-1, 1, 37).double().numpy()}[reduction]  # fmt: skip
             e = expected(x, w, t, coefficient, multiply=dtype, output=dtype)
@@ -146,14 +149,14 @@ def _options(group):
         loss.sum().backward()
         return loss.detach(), xi.grad, wi.grad
 
-    def plain(**options):
+    def plain(mode="recompute", **options):
         xi, wi = x.clone().requires_grad_(), w.clone().requires_grad_()
-        loss = logitless.linear_cross_entropy(xi, wi, t, mode="recompute", **options)
+        loss = logitless.linear_cross_entropy(xi, wi, t, mode=mode, **options)
         loss.sum().backward()
         return loss.detach(), xi.grad, wi.grad[slice(*cover[rank])]
 
     for options in (
-        {}, {"reduction": "sum", "token_weights": weights}, {"normalizer": 7}, {"reduction": "none"},
+        {}, {"mode": "recompute"}, {"reduction": "sum", "token_weights": weights}, {"normalizer": 7}, {"reduction": "none"},
         {"token_weights": weights, "normalizer": torch.tensor(3.0)},
         {"reduction": "none", "token_weights": weights, "normalizer": 3},
     ):  # fmt: skip
@@ -175,11 +178,18 @@ def _options(group):
     assert xi.grad is None and wi.grad is not None
     with torch.no_grad():
         assert not vocab_parallel_linear_cross_entropy(xi, wi, t, group=group, vocab_start=begin).requires_grad
-    # A retained graph.
-    loss = vocab_parallel_linear_cross_entropy(xi, wi.detach(), t, group=group, vocab_start=begin)
+    # A retained graph; a limit that only recomputing meets.
+    for mode, limit in (("auto", None), ("recompute", None), ("auto", 60_000)):
+        xi.grad = None
+        loss = vocab_parallel_linear_cross_entropy(
+            xi, wi.detach(), t, group=group, vocab_start=begin, mode=mode, workspace_limit=limit)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        torch.testing.assert_close(xi.grad, 2 * first)
+    loss = vocab_parallel_linear_cross_entropy(xi, wi, t, group=group, vocab_start=begin, mode="one_pass")
     loss.backward(retain_graph=True)
-    loss.backward()
-    torch.testing.assert_close(xi.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="a second time, but mode=\"one_pass\" made the gradients"):
+        loss.backward()
     # Under autocast float32 operands are multiplied as bfloat16.
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = vocab_parallel_linear_cross_entropy(xi, wi, t, group=group, vocab_start=begin)
@@ -195,7 +205,7 @@ def _options(group):
     # NumPy's face over the same group.
     arrays = vocab_parallel_loss_and_gradient(x, w[slice(*cover[rank])], t, group=group,
                                               vocab_start=begin, ignore_index=-100)  # fmt: skip
-    assert np.float32(arrays.total) == step()[0].item()
+    assert np.float32(arrays.total) == step(mode="recompute")[0].item()
     return True
 
 
@@ -288,9 +298,12 @@ def test_an_error_is_the_same_on_every_rank(gloo):
          '(torch.autocast("cpu", dtype=torch.bfloat16) multiplies float32 parameters as bfloat16)'),
         ({2: {"input": x[0]}}, ValueError,
          "rank 2: target: shape is [37], must be input's without its last dimension: []"),
-        ({1: {"mode": "one_pass"}}, NotImplementedError,
-         "rank 1: mode 'one_pass' is not there yet for a vocabulary split over ranks: must be 'auto' or "
-         "'recompute'"),
+        ({1: {"mode": "store_softmax"}}, NotImplementedError,
+         "rank 1: mode 'store_softmax' is not there yet for a vocabulary split over ranks: must be one of "
+         "'auto', 'one_pass', 'recompute'"),
+        ({1: {"mode": "one_pass", "reduction": "none"}}, ValueError,
+         'rank 1: mode is "one_pass" with reduction "none", must be "recompute" or "auto": what each token\'s '
+         "loss is multiplied by is not known in the forward"),
         ({0: {"reduction": "max"}}, ValueError, "rank 0: reduction is 'max', must be 'mean', 'sum' or 'none'"),
         ({0: {"input": "meta"}}, ValueError,
          "rank 0: input is on meta, linear_weight_shard on cpu and target on cpu, must all be on the CPU "
@@ -309,7 +322,7 @@ def _backward_errors(group):
     rank = dist.get_rank(group)
     x, w, t = case()
     xi, wi = leaves(x, w, t, balanced(203, 2), rank, False)
-    loss = vocab_parallel_linear_cross_entropy(xi, wi, t, group=group)
+    loss = vocab_parallel_linear_cross_entropy(xi, wi, t, group=group, mode="recompute")
     messages = []
     try:
         (loss * (rank + 1)).backward(retain_graph=True)
@@ -572,14 +585,23 @@ def test_a_rank_that_is_killed_ends_the_others_within_gloo_s_time_out():
         assert f"rank {rank} computes" in out[rank] and "RuntimeError" in out[rank]
 
 
-def _interrupted(rank: int, port: int) -> None:
+class Interrupting(Cut):
+    """A transport in whose first such collective Ctrl-C is pressed."""
+
+    def _call(self, verb, *arguments):
+        if verb == self.verb:
+            self.verb = None
+            os.kill(os.getpid(), signal.SIGINT)
+        return getattr(self.inner, verb)(*arguments)
+
+
+def _interrupted(rank: int, port: int, mode: str) -> None:
     join(rank, 2, port)
     x, w, t = case(BT=4096, V=40_000, H=256)
     xi, wi = leaves(x, w, t, balanced(40_000, 2), rank, False)
-    print("ready", flush=True)
+    group = Interrupting(None, "start_all_reduce_sum") if rank == 1 else None
     try:
-        for _ in range(1000):
-            vocab_parallel_linear_cross_entropy(xi, wi, t).backward()
+        vocab_parallel_linear_cross_entropy(xi, wi, t, group=group, mode=mode, chunk_tokens=512).backward()
     except KeyboardInterrupt as error:
         print(f"interrupted: {error}", flush=True)
     # The ranks are still in step.
@@ -588,17 +610,14 @@ def _interrupted(rank: int, port: int) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_one_rank_interrupts_all_of_them():
+@pytest.mark.parametrize("mode", ["one_pass", "recompute"])
+def test_ctrl_c_on_one_rank_interrupts_all_of_them(mode):
     port = free_port()
-    source = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_torch_parallel as t; t._interrupted({{}}, {port})"
+    source = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_torch_parallel as t; t._interrupted({{}}, {port}, {mode!r})"
     ranks = [subprocess.Popen([sys.executable, "-c", source.format(r)], stdout=subprocess.PIPE, text=True)
              for r in range(2)]  # fmt: skip
     try:
-        for r in ranks:
-            assert r.stdout.readline() == "ready\n"
-        time.sleep(2)
-        ranks[1].send_signal(signal.SIGINT)
-        out = [r.communicate(timeout=300)[0].splitlines() for r in ranks]
+        out = [r.communicate(timeout=900)[0].splitlines() for r in ranks]
     finally:
         for r in ranks:
             r.kill()

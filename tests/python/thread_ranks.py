@@ -34,6 +34,19 @@ class _Sum:
         self.into[:] = total
 
 
+class _Gather:
+    """Likewise: made when it is waited for."""
+
+    def __init__(self, ranks: ThreadRanks, mine: memoryview, all: memoryview) -> None:
+        self.ranks, self.mine, self.all = ranks, mine, all
+        self.given = bytes(mine)
+        all[:] = b"\xff" * all.nbytes
+
+    def wait(self) -> None:
+        assert bytes(self.mine) == self.given, "what is gathered was written while it was under way"
+        self.all[:] = b"".join(self.ranks.exchange("gather", self.given))
+
+
 class ThreadRanks:
     def __init__(self, world: _World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, len(world.slots)
@@ -59,6 +72,10 @@ class ThreadRanks:
         assert {len(b) for b in everything} == {mine.nbytes}, "ranks gather different sizes"
         assert all.nbytes == self.size * mine.nbytes
         all[:] = b"".join(everything)
+
+    def start_all_gather(self, mine: memoryview, all: memoryview) -> _Gather:
+        self._called("start_all_gather", mine.nbytes)
+        return _Gather(self, mine, all)
 
     def start_all_reduce_sum(self, values: memoryview) -> _Sum:
         self._called("start_all_reduce_sum", values.nbytes)
@@ -94,6 +111,9 @@ def run_ranks(size: int, body: Callable[[ThreadRanks], Any]) -> list[Any]:
     for thread in threads:
         thread.join(2 * PATIENCE)
         assert not thread.is_alive(), "a rank hangs"
+    for found in results:
+        if isinstance(found, AssertionError):
+            raise found
     return results
 
 

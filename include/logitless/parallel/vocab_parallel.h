@@ -74,6 +74,8 @@ class VocabParallelPlan {
   LOGITLESS_API Strategy strategy() const;      // one_pass or recompute
   LOGITLESS_API int64_t chunk_tokens() const;   // in one pass: of a block, at most
   LOGITLESS_API const VocabParallelTypes& types() const;
+  // A hash of what the ranks agreed on and chose, not 0: plans of the same id may run together.
+  LOGITLESS_API int64_t id() const;
   LOGITLESS_API std::string describe() const;  // with the bytes that are communicated
   const VocabParallelPlanData& data() const { return *data_; }
 

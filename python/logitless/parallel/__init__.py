@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._arrays import vocab_parallel_loss_and_gradient
 from ._shards import balanced_shard, padded_shard
-from ._transport import PendingSum, Transport
+from ._transport import Pending, Transport
 
 if TYPE_CHECKING:
     from ._torch import (
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "PendingSum",
+    "Pending",
     "Transport",
     "balanced_shard",
     "padded_shard",

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import _core
 from .._arrays import matrix, vector, view
-from .._types import F32, integer
+from .._types import F32, STRATEGY, choice, integer
 from ..numpy import (
     LossAndGradient,
     _accumulate,
@@ -46,6 +46,7 @@ def vocab_parallel_loss_and_gradient(
     grad_input: Any = True,
     grad_weight: Any = True,
     accumulate: bool | tuple[bool, bool] = False,
+    strategy: str = "automatic",
     chunk_tokens: int = 0,
     threads: int = 0,
     isa: str = "",
@@ -59,6 +60,7 @@ def vocab_parallel_loss_and_gradient(
     vocab_start: the global id of the first of them; None (on every rank): shards lie in rank order.
     input, target: all tokens, the same on every rank. sequence_parallel: input is this rank's slice,
         balanced_shard(BT, ranks, rank), and so is grad_input; target is of all tokens.
+    strategy: "automatic", "one_pass" or "recompute".
     chunk_tokens: tokens whose sum over the ranks runs while the next ones are computed, even; 0: automatic.
 
     What is returned has the same bits on every rank, but grad_weight, which is of this rank's rows, and
@@ -88,9 +90,10 @@ def vocab_parallel_loss_and_gradient(
             None, losses, top, sums, hit,
             None if gi is None else matrix("grad_input", gi), add[0],
             None if gw is None else matrix("grad_weight", gw), add[1],
-            integer("chunk_tokens", chunk_tokens), _options(threads, isa, workspace_limit),
+            integer("chunk_tokens", chunk_tokens), choice("strategy", strategy, STRATEGY), False,
+            _options(threads, isa, workspace_limit),
         )  # fmt: skip
-    total, _ = run()
+    total, _, _ = run()
     return LossAndGradient(
         total, rows[0].owner, None if gi is None else gi.owner, None if gw is None else gw.owner,
         rows[1].owner, rows[2].owner, rows[3].owner,

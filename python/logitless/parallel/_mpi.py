@@ -60,7 +60,7 @@ _progress = _Progress()
 _unit: Any = None
 
 
-class _Sum:
+class _Pending:
     def __init__(self, request: Any, buffers: tuple[Any, ...], looked_at: bool) -> None:
         self.request, self.buffers, self.looked_at = request, buffers, looked_at
         if looked_at:
@@ -76,7 +76,7 @@ class _Sum:
 
 class MpiTransport:
     """Over an mpi4py communicator. Needs MPI_THREAD_FUNNELED or higher, and MPI_THREAD_SERIALIZED (or
-    MULTIPLE, mpi4py's default) for sums that go on while the next tokens are computed."""
+    MULTIPLE, mpi4py's default) for collectives that go on while the next tokens are computed."""
 
     def __init__(self, communicator: Any) -> None:
         from mpi4py import MPI
@@ -98,29 +98,38 @@ class MpiTransport:
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
 
-    def all_gather(self, mine: memoryview, all: memoryview) -> None:
+    def _bytes(self, mine: memoryview) -> Any:
         global _unit
-        kind = self._mpi.BYTE
-        if mine.nbytes % _UNIT == 0:
-            if _unit is None:
-                _unit = self._mpi.BYTE.Create_contiguous(_UNIT).Commit()
-            kind = _unit
+        if mine.nbytes % _UNIT != 0:
+            return self._mpi.BYTE
+        if _unit is None:
+            _unit = self._mpi.BYTE.Create_contiguous(_UNIT).Commit()
+        return _unit
+
+    def all_gather(self, mine: memoryview, all: memoryview) -> None:
+        kind = self._bytes(mine)
         with _progress.turn:
             self._comm.Allgather([mine, kind], [all, kind])
 
-    def start_all_reduce_sum(self, values: memoryview) -> _Sum:
+    def start_all_gather(self, mine: memoryview, all: memoryview) -> _Pending:
+        kind = self._bytes(mine)
+        with _progress.turn:
+            request = self._comm.Iallgather([mine, kind], [all, kind])
+        return _Pending(request, (mine, all), self._looked_at)
+
+    def start_all_reduce_sum(self, values: memoryview) -> _Pending:
         with _progress.turn:
             request = self._comm.Iallreduce(
                 self._mpi.IN_PLACE, [values, self._mpi.FLOAT], op=self._mpi.SUM
             )
-        return _Sum(request, (values,), self._looked_at)
+        return _Pending(request, (values,), self._looked_at)
 
     def start_reduce_scatter_sum(
         self, values: memoryview, counts: list[int], mine: memoryview
-    ) -> _Sum:
+    ) -> _Pending:
         with _progress.turn:
             request = self._comm.Ireduce_scatter(
                 [values, self._mpi.FLOAT], [mine, self._mpi.FLOAT], recvcounts=counts,
                 op=self._mpi.SUM,
             )  # fmt: skip
-        return _Sum(request, (values, mine, counts), self._looked_at)
+        return _Pending(request, (values, mine, counts), self._looked_at)

@@ -12,22 +12,32 @@ from torch import Tensor
 
 from .. import _core
 from .._torch_ops import (
+    AUTO,
     F32_T,
+    ONE_PASS,
+    RECOMPUTE,
+    STORE_SOFTMAX,
     _divisor,
     gradient_output,
+    held_dtype,
     matrix,
     optional_vector,
     options,
     refuse_double_backward,
+    scale_held,
     vector,
 )
-from .._types import BF16, integer
+from .._types import BF16, STRATEGY, integer
 from ..torch import _check_kinds, _check_main_grad, _normalizer, _operands, _token_weights
 from ._arrays import MOST_ROWS
 from ._transport import Transport, all_told, open_transport
 
 _NAME = "linear_weight_shard"
-_MODES = ("auto", "recompute", "one_pass", "store_softmax")
+_STRATEGIES = {
+    AUTO: STRATEGY["automatic"],
+    ONE_PASS: STRATEGY["one_pass"],
+    RECOMPUTE: STRATEGY["recompute"],
+}
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -54,7 +64,7 @@ def vocab_parallel_linear_cross_entropy(
     main_grad: bool = False,
 ) -> Tensor:
     """`logitless.linear_cross_entropy` of a weight whose rows are split over ranks. Collective, and
-    so is its backward: every rank makes the same calls in the same order.
+    so is its backward (in one pass the first one is not): every rank makes the same calls in the same order.
 
     Every rank gets the same bits of the loss; the gradient of its own rows of the weight; and the
     gradient of input summed over the ranks, where Megatron's layers expect it: nothing is left to reduce.
@@ -75,8 +85,10 @@ def vocab_parallel_linear_cross_entropy(
             instead of all-reduced. Flattened, the slice is balanced_shard(tokens, ranks, rank).
         reduction, ignore_index, token_weights, normalizer: as of `linear_cross_entropy`, the same on
             every rank. "mean" counts the tokens of this group.
-        mode: "recompute" keeps three numbers per token and multiplies the logits again in the
-            backward; "auto" is the same. "one_pass" and "store_softmax" are not there yet.
+        mode: "one_pass" makes loss and gradients in the forward; "recompute" keeps three numbers per
+            token and multiplies the logits again in the backward; "auto" takes one pass when gradients
+            are wanted, the reduction is mean or sum and one pass fits the limit of every rank, else
+            recompute. "store_softmax" is not there yet.
         workspace_limit: bytes of scratch memory that one call may use, on this rank; None: the default.
         chunk_tokens: tokens whose sum over the ranks runs while the next ones are computed, even;
             None: automatic.
@@ -90,7 +102,7 @@ def vocab_parallel_linear_cross_entropy(
     with all_told(transport):
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction is {reduction!r}, must be 'mean', 'sum' or 'none'")
-        _check_mode(mode)
+        _check_mode(mode, reduction, main_grad)
         ignored = -100 if ignore_index is None else integer("ignore_index", ignore_index)
         limit = 0 if workspace_limit is None else integer("workspace_limit", workspace_limit, 0)
         chunk = 0 if chunk_tokens is None else integer("chunk_tokens", chunk_tokens)
@@ -115,16 +127,18 @@ def vocab_parallel_linear_cross_entropy(
         wanted = (recording and flat_input.requires_grad, recording and weight.requires_grad)
         if main_grad and wanted[1]:
             _check_main_grad(linear_weight_shard, _NAME)
+        if not any(wanted) or reduction == "none" or main_grad:
+            mode = RECOMPUTE
         call = _Call(
             transport, vocab_start, bool(sequence_parallel), reduction, ignored,
-            _divisor(reduction, number, count), bf16, wanted, limit, chunk,
+            _divisor(reduction, number, count), bf16, wanted, mode, limit, chunk,
             linear_weight_shard if main_grad and wanted[1] else None,
         )  # fmt: skip
     arguments = (flat_input, weight, flat_target, None if reduction == "none" else weights, call)
     if any(wanted):
         out: Tensor = _VocabParallel.apply(*arguments)
     else:
-        out = _forward(*arguments)[0]
+        out = _forward(*arguments).out
     if reduction != "none":
         return out
     # Ignored tokens have loss 0, whatever they weigh.
@@ -171,13 +185,19 @@ def _same_ranks(a: Any, b: Any) -> bool:
     return dist.get_process_group_ranks(a) == dist.get_process_group_ranks(b)
 
 
-def _check_mode(mode: str) -> None:
-    if mode not in _MODES:
-        raise ValueError(f"mode is {mode!r}, must be 'auto' or 'recompute'")
-    if mode in ("one_pass", "store_softmax"):
+def _check_mode(mode: str, reduction: str, main_grad: bool) -> None:
+    if mode not in _STRATEGIES and mode != STORE_SOFTMAX:
+        raise ValueError(f"mode is {mode!r}, must be one of {', '.join(map(repr, _STRATEGIES))}")
+    if mode == STORE_SOFTMAX:
         raise NotImplementedError(
-            f"mode {mode!r} is not there yet for a vocabulary split over ranks: must be 'auto' or "
-            "'recompute'"
+            f"mode {mode!r} is not there yet for a vocabulary split over ranks: must be one of "
+            f"{', '.join(map(repr, _STRATEGIES))}"
+        )
+    if mode == ONE_PASS and (reduction == "none" or main_grad):
+        beside = "main_grad" if main_grad else 'reduction "none"'
+        raise ValueError(
+            f'mode is "one_pass" with {beside}, must be "recompute" or "auto": what each token\'s loss '
+            "is multiplied by is not known in the forward"
         )
 
 
@@ -226,29 +246,58 @@ class _Call(NamedTuple):
     divisor: float
     bf16: bool
     wanted: tuple[bool, bool]  # gradients: of input, of the weight
+    mode: str
     limit: int
     chunk_tokens: int
     parameter: Any  # whose main_grad gets the weight's gradient
 
 
+class _Forward(NamedTuple):
+    out: Tensor
+    logits_max: Tensor
+    sum_exp_logits: Tensor
+    vocab_start: int  # where this rank's rows begin
+    held: Optional[tuple[Optional[Tensor], Optional[Tensor]]]  # the gradients, if made in one pass
+
+
+def _optional_matrix(t: Optional[Tensor]) -> Any:
+    return None if t is None else matrix(t)
+
+
+def _gradients(
+    input: Tensor, weight: Tensor, wanted: tuple[bool, bool], dtype: torch.dtype
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    grad_input, grad_weight = (
+        gradient_output(t.shape[0], t.shape[1], dtype) if want else None
+        for t, want in zip((input, weight), wanted)
+    )
+    return grad_input, grad_weight
+
+
 def _forward(
     input: Tensor, weight: Tensor, target: Tensor, token_weights: Optional[Tensor], call: _Call
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """What is returned, logits_max, sum_exp_logits, and where this rank's rows begin."""
+) -> _Forward:
     with all_told(call.transport):
         loss, logits_max, sum_exp_logits = (
             torch.empty(target.shape[0], dtype=F32_T) for _ in range(3)
         )
+        held: tuple[Optional[Tensor], Optional[Tensor]] = (None, None)
+        if call.mode != RECOMPUTE:
+            held = _gradients(input, weight, call.wanted, held_dtype(input.dtype))
         run = partial(
             _core.vocab_parallel, call.transport, matrix(input), matrix(weight), vector(target),
-            call.vocab_start, call.sequence_parallel, call.ignore_index, None, optional_vector(token_weights),
-            call.divisor, BF16 if call.bf16 else None, call.wanted, None, vector(loss),
-            vector(logits_max), vector(sum_exp_logits), None, None, False, None, False,
-            call.chunk_tokens, options(call.limit),
+            call.vocab_start, call.sequence_parallel, call.ignore_index, None,
+            optional_vector(token_weights), call.divisor, BF16 if call.bf16 else None, call.wanted,
+            None, vector(loss), vector(logits_max), vector(sum_exp_logits), None,
+            _optional_matrix(held[0]), False, _optional_matrix(held[1]), False, call.chunk_tokens,
+            _STRATEGIES[call.mode], call.mode == AUTO, options(call.limit),
         )  # fmt: skip
-    total, start = run()
+    total, start, with_gradients = run()
     out = loss if call.reduction == "none" else torch.tensor(total, dtype=F32_T)
-    return out, logits_max, sum_exp_logits, start
+    return _Forward(
+        out, logits_max, sum_exp_logits, start,
+        held if call.mode != RECOMPUTE and with_gradients else None,
+    )  # fmt: skip
 
 
 class _VocabParallel(torch.autograd.Function):
@@ -257,45 +306,64 @@ class _VocabParallel(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor, target: Tensor, token_weights: Optional[Tensor],
         call: _Call,
     ) -> Tensor:  # fmt: skip
-        out, logits_max, sum_exp_logits, start = _forward(
-            input, weight, target, token_weights, call
-        )
-        ctx.save_for_backward(input, weight, target, token_weights, logits_max, sum_exp_logits)
-        ctx.call = call._replace(vocab_start=start)
-        return out
+        forward = _forward(input, weight, target, token_weights, call)
+        ctx.save_for_backward(
+            input, weight, target, token_weights, forward.logits_max, forward.sum_exp_logits,
+            *(forward.held or ()),
+        )  # fmt: skip
+        ctx.call = call._replace(vocab_start=forward.vocab_start)
+        ctx.spent = False
+        return forward.out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        input, weight, target, token_weights, logits_max, sum_exp_logits = ctx.saved_tensors
+        input, weight, target, token_weights, *statistics = ctx.saved_tensors
+        logits_max, sum_exp_logits, *held = statistics
         call: _Call = ctx.call
-        main = None if call.parameter is None else call.parameter.main_grad
-        with all_told(call.transport), torch.no_grad():
-            each = grad.to(F32_T).contiguous() if call.reduction == "none" else None
-            gradients = torch.empty(target.shape[0], dtype=F32_T)
-            _core.token_gradients(
-                vector(target), call.ignore_index, 0.0 if each is not None else float(grad),
-                optional_vector(token_weights), call.divisor, optional_vector(each),
-                vector(gradients),
-            )  # fmt: skip
-            grad_input = grad_weight = None
-            if call.wanted[0]:
-                grad_input = gradient_output(input.shape[0], input.shape[1], input.dtype)
-            if call.wanted[1] and main is None:
-                grad_weight = gradient_output(weight.shape[0], weight.shape[1], input.dtype)
-            out_weight = grad_weight if main is None else main
-            run = partial(
-                _core.vocab_parallel, call.transport, matrix(input), matrix(weight), vector(target),
-                call.vocab_start, call.sequence_parallel, call.ignore_index, None, vector(gradients), 1.0,
-                BF16 if call.bf16 else None, call.wanted,
-                (vector(logits_max), vector(sum_exp_logits)), None, None, None, None,
-                None if grad_input is None else matrix(grad_input), False,
-                None if out_weight is None else matrix(out_weight), main is not None,
-                call.chunk_tokens, options(call.limit),
-            )  # fmt: skip
-        run()
-        if main is not None:
-            call.parameter.grad_added_to_main_grad = True
-        grads = refuse_double_backward((grad, input, weight), (grad_input, grad_weight))
-        return (*grads, None, None, None)
+        gradients: tuple[Optional[Tensor], Optional[Tensor]]
+        if held and not ctx.spent:
+            with torch.no_grad():
+                gradients = tuple(
+                    None if h is None else scale_held(h, grad, input.dtype) for h in held
+                )  # type: ignore[assignment]
+            ctx.spent = True
+        elif ctx.spent and call.mode == ONE_PASS:
+            raise RuntimeError(
+                "vocab_parallel_linear_cross_entropy: Trying to backward through the graph a second "
+                'time, but mode="one_pass" made the gradients in the forward and has handed them over. '
+                'Specify mode="recompute" if you need to backward through the graph a second time'
+            )
+        else:
+            gradients = _backward(
+                grad, input, weight, target, token_weights, logits_max, sum_exp_logits, call
+            )
+        return (*refuse_double_backward((grad, input, weight), gradients), None, None, None)
 
 
+def _backward(
+    grad: Tensor, input: Tensor, weight: Tensor, target: Tensor, token_weights: Optional[Tensor],
+    logits_max: Tensor, sum_exp_logits: Tensor, call: _Call,
+) -> tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    main = None if call.parameter is None else call.parameter.main_grad
+    with all_told(call.transport), torch.no_grad():
+        each = grad.to(F32_T).contiguous() if call.reduction == "none" else None
+        factors = torch.empty(target.shape[0], dtype=F32_T)
+        _core.token_gradients(
+            vector(target), call.ignore_index, 0.0 if each is not None else float(grad),
+            optional_vector(token_weights), call.divisor, optional_vector(each), vector(factors),
+        )  # fmt: skip
+        grad_input, grad_weight = _gradients(
+            input, weight, (call.wanted[0], call.wanted[1] and main is None), input.dtype
+        )
+        run = partial(
+            _core.vocab_parallel, call.transport, matrix(input), matrix(weight), vector(target),
+            call.vocab_start, call.sequence_parallel, call.ignore_index, None, vector(factors), 1.0,
+            BF16 if call.bf16 else None, call.wanted, (vector(logits_max), vector(sum_exp_logits)),
+            None, None, None, None, _optional_matrix(grad_input), False,
+            _optional_matrix(grad_weight if main is None else main), main is not None,
+            call.chunk_tokens, _STRATEGIES[RECOMPUTE], False, options(call.limit),
+        )  # fmt: skip
+    run()
+    if main is not None:
+        call.parameter.grad_added_to_main_grad = True
+    return grad_input, grad_weight

@@ -56,7 +56,7 @@ class _Done:
         pass
 
 
-class _AllReduce:
+class _Work:
     def __init__(self, work: Any) -> None:
         self.work = work  # keeps the tensors
 
@@ -87,10 +87,16 @@ class TorchTransport:
             raise ValueError("group: this process is no rank of it")
 
     def all_gather(self, mine: memoryview, all: memoryview) -> None:
+        self.start_all_gather(mine, all).wait()
+
+    def start_all_gather(self, mine: memoryview, all: memoryview) -> Any:
         gather = getattr(dist, "all_gather_single", None)  # torch 2.13's name
         if gather is None:
             gather = dist.all_gather_into_tensor
-        gather(_tensor(all, torch.uint8), _tensor(mine, torch.uint8), group=self._group)
+        work = gather(
+            _tensor(all, torch.uint8), _tensor(mine, torch.uint8), group=self._group, async_op=True
+        )
+        return _Work(work)
 
     def start_all_reduce_sum(self, values: memoryview) -> Any:
         if values.nbytes == 0:
@@ -98,7 +104,7 @@ class TorchTransport:
         work = dist.all_reduce(
             _tensor(values, torch.float32), group=self._group, async_op=True
         )
-        return _AllReduce(work)
+        return _Work(work)
 
     def start_reduce_scatter_sum(
         self, values: memoryview, counts: list[int], mine: memoryview

@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast
 from .. import _core
 
 
-class PendingSum(Protocol):
-    """A sum that is under way."""
+class Pending(Protocol):
+    """A collective that is under way."""
 
     def wait(self) -> None:
         """Returns when it is done. Called once, and also where the call has failed meanwhile."""
@@ -20,9 +20,11 @@ class PendingSum(Protocol):
 class Transport(Protocol):
     """Collective calls: all ranks make the same ones, in the same order, with the same sizes.
 
-    Buffers are memoryviews of bytes, which must not be used after the call (or after the sum's wait);
+    Buffers are memoryviews of bytes, which must not be used after the call (or after wait);
     sums are of float32. Every rank gets the same bits. What a verb raises ends this rank's call with a
     RuntimeError that carries its text; nobody tells the other ranks, whose transport must notice.
+
+    A fourth verb is optional: ``start_all_gather(mine, all) -> Pending``, for gathers that overlap.
     """
 
     @property
@@ -33,12 +35,12 @@ class Transport(Protocol):
     def all_gather(self, mine: memoryview, all: memoryview) -> None:
         """all: what the ranks gave, in rank order."""
 
-    def start_all_reduce_sum(self, values: memoryview) -> PendingSum:
+    def start_all_reduce_sum(self, values: memoryview) -> Pending:
         """values become the sums over all ranks, in place."""
 
     def start_reduce_scatter_sum(
         self, values: memoryview, counts: list[int], mine: memoryview
-    ) -> PendingSum:
+    ) -> Pending:
         """values: counts[0] floats for rank 0, then counts[1] for rank 1, ..., not to be changed.
         mine: the sums of this rank's part."""
 
