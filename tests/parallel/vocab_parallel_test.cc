@@ -87,7 +87,7 @@ TEST_P(VocabParallel, EveryInstructionSet) {
             s.types(), s.options);
         ASSERT_TRUE(plan);
         EXPECT_EQ(plan->isa(), isa);
-      EXPECT_NE(plan->id(), 0);
+        EXPECT_NE(plan->id(), 0);
         EXPECT_EQ(plan->strategy(), strategy);
       });
     }
