@@ -402,9 +402,9 @@ IdleShares idle_shares(const GradientPlanData& p) {
   IdleShares idle;
   if (p.own_panels) {  // the last chunk counts: there may be few
     const int64_t all = ceil_div(p.shape.V, g.nr);
-    const int64_t rounds = all / vocab_panels * ceil_div(vocab_panels, threads) +
-                           ceil_div(all % vocab_panels, threads);
     if (all > 0) {
+      const int64_t rounds = all / vocab_panels * ceil_div(vocab_panels, threads) +
+                             ceil_div(all % vocab_panels, threads);
       idle.grad_logits = 1 - static_cast<double>(all) / static_cast<double>(rounds * threads);
     }
     if (p.types.grad_input) {
