@@ -270,6 +270,7 @@ class ForwardPass {
       pack_row_panel(p_.target, {in_.weight, nullptr, v0}, v * g_.nr,
                      std::min(g_.nr, columns - v * g_.nr), g_.nr, weight);
       for (int64_t i = 0; i < panels.count; ++i) {
+        if (stop_.requested()) return;
         const float* input = region<float>(p_.input_panels) + i * units * g_.mr;
         const int64_t after = i + 1 < panels.count ? units * g_.mr : 0;
         g_.tile(Panels::tile_rows(panels.size(i)), input, weight, units,

@@ -693,6 +693,7 @@ class GradientPass {
                        g_.nr, own<float>(team, p_.weight_rows));
       }
       for (int64_t a = 0; a < panels.count; ++a) {
+        if (stop_.requested()) return;
         for (int64_t b = b0; b < b1; ++b) {
           own_grad_tile(team, cell, panels, a, b, own_grad_cols(team, cell, b - b0),
                         p_.few ? logits + (b - range.begin) * p_.few.width * g_.nr : nullptr);
