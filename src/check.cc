@@ -221,6 +221,13 @@ Result<void> check_types(const ForwardTypes& types) {
 
 namespace {
 
+Result<void> check_tolerance(float tolerance) {
+  if (tolerance == 0.0f) return {};
+  if (tolerance >= kLeastGradTolerance && tolerance <= kMostGradTolerance) return {};
+  return invalid("grad_tolerance is " + std::to_string(tolerance) +
+                 ", must be 0, or between 2^-16 and 0.5");
+}
+
 // Types of both gradients, of whichever operator makes them.
 template <class Types>
 Result<void> check_gradient_types(const Types& types) {
@@ -235,7 +242,7 @@ Result<void> check_gradient_types(const Types& types) {
                         ", must be f32 or the operand type " + name_of(types.operand));
     }
   }
-  return {};
+  return check_tolerance(types.grad_tolerance);
 }
 
 // The gradients' buffers: present exactly when planned, and of the planned shape and type.
@@ -268,7 +275,17 @@ Result<void> check_gradient_outputs(const Shape& shape, const Types& types, cons
 
 }  // namespace
 
-Result<void> check_types(const GradientTypes& types) { return check_gradient_types(types); }
+Result<void> check_types(const GradientTypes& types) {
+  if (auto ok = check_gradient_types(types); !ok || types.grad_tolerance == 0.0f) return ok;
+  if (types.mode != GradientMode::memory_saving) {
+    return invalid("grad_tolerance is " + std::to_string(types.grad_tolerance) +
+                   ", must be 0 in high-performance mode (softmax given)");
+  }
+  if (types.logits_rounding == LogitsRounding::infer) {
+    return invalid("logits_rounding: infer came with a grad_tolerance, must be none or operand");
+  }
+  return {};
+}
 Result<void> check_types(const LossAndGradientTypes& types) { return check_gradient_types(types); }
 
 Result<void> check(const ForwardPlanData& plan, const ForwardOperands& in,
@@ -438,6 +455,11 @@ Result<void> check(const GradientPlanData& plan, const GradientOperands& in,
         return check_vector("masked_target", in.masked_target, BT, {types.target}, Access::input);
       },
       [&] {
+        return in.token_ids
+                   ? check_vector("token_ids", *in.token_ids, BT, {DType::i64}, Access::input)
+                   : Result<void>();
+      },
+      [&] {
         return in.counts ? check_vector("counts", *in.counts, BT, kU8, Access::input)
                          : Result<void>();
       },
@@ -485,6 +507,11 @@ Result<void> check_step(const Shape& shape, const StepRows& step, const LossAndG
       [&] { return check_vector("target", in.target, BT, {types.target}, Access::input); },
       [&] { return optional_vector("counts", in.rows.counts, kU8, Access::input); },
       [&] { return optional_vector("token_weights", in.token_weights, kF32, Access::input); },
+      [&] {
+        return in.token_ids
+                   ? check_vector("token_ids", *in.token_ids, BT, {DType::i64}, Access::input)
+                   : Result<void>();
+      },
       [&] { return optional_vector("logits_max", out.logits_max, kF32, Access::output); },
       [&] { return optional_vector("sum_exp_logits", out.sum_exp_logits, kF32, Access::output); },
       [&] { return check_vector("loss", out.loss, BT, kF32, Access::output); },

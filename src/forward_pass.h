@@ -22,6 +22,7 @@
 #include <limits>
 
 #include "cpu/constants.h"
+#include "cpu/sparse_hash.h"
 #include "few_tokens.h"
 #include "logitless/forward.h"
 #include "plan.h"
@@ -55,6 +56,20 @@ class ForwardPass {
   }
 
   // ---- the parts, for a schedule that goes on with a block ------------------------------------
+
+  // Where the candidates of a sparse gradient go, and what they are measured by.
+  struct Collect {
+    float share = 0;  // of the sum without the target: what is below share * u is no candidate
+    uint64_t vocab_seed = 0;
+    int64_t vocab_start = 0;
+    float* values = nullptr;  // of all threads, per_thread elements each
+    uint8_t* columns = nullptr;
+    int64_t per_thread = 0;
+    int64_t* used = nullptr;       // [threads][kUsedStride], counted from the beginning of all
+    cpu::Chunk* chunks = nullptr;  // [token_block][segments]
+    static constexpr int64_t kUsedStride = 8;
+  };
+  void set_collect(const Collect& collect) { collect_ = collect; }
 
   template <class T>
   T* region(int64_t offset) const {
@@ -208,7 +223,7 @@ class ForwardPass {
       }
     }
     for (int64_t i = 0; i < group; ++i) {
-      statistics(panels.begin(panel0 + i), panels.size(panel0 + i), tiles + i * panel_stride,
+      statistics(team, panels.begin(panel0 + i), panels.size(panel0 + i), tiles + i * panel_stride,
                  tile_floats, v0, columns, partial(s0, s), held_tile(panel0 + i, v0));
     }
   }
@@ -225,17 +240,33 @@ class ForwardPass {
     }
     team.barrier();
     const int64_t segments = ceil_div(p_.shape.V, cpu::kSegmentColumns);
-    const Range mine = team.part(segments);
-    for (int64_t s = mine.begin; s < mine.end && !stop_.requested(); ++s) {
-      if (p_.few) {
-        few_segment(team, panels, s);
-      } else {
-        own_segment(team, panels, s);
+    for (int64_t s0 = 0, s1 = 0; s1 < segments; s0 = s1) {
+      s1 = p_.collects ? round_end(s1, segments, team.size()) : segments;
+      const Range mine = team.part(s1 - s0);
+      for (int64_t s = s0 + mine.begin; s < s0 + mine.end && !stop_.requested(); ++s) {
+        if (p_.few) {
+          few_segment(team, panels, s);
+        } else {
+          own_segment(team, panels, s);
+        }
       }
+      if (stop_.leave_together(team)) return;
+      merge_segments(team, rows, s0, s1 - s0);
+      if (!p_.collects) continue;
+      merge_rest(team, rows, s0, s1 - s0);
+      team.barrier();
     }
-    if (stop_.leave_together(team)) return;
-    merge_segments(team, rows, 0, segments);
     finish(team.part(rows));
+  }
+
+  // Candidates are measured by the sums so far: the first rounds are short, since what they collect
+  // is measured by little.
+  static int64_t round_end(int64_t begin, int64_t segments, int64_t threads) {
+    for (const int64_t share : {64, 16, 4}) {
+      const int64_t end = ceil_div(ceil_div(segments, share), threads) * threads;
+      if (end > begin) return std::min(end, segments);
+    }
+    return segments;
   }
 
   void few_segment(const Team& team, const Panels& panels, int64_t s) {
@@ -246,12 +277,12 @@ class ForwardPass {
                               columns, own(team));
     const int64_t part = s * p_.token_block;
     if (!p_.held) {
-      return statistics(0, static_cast<int>(panels.n), tiles, tile_floats, v0, columns, part,
+      return statistics(team, 0, static_cast<int>(panels.n), tiles, tile_floats, v0, columns, part,
                         nullptr);
     }
     for (int64_t i = 0; i < panels.count; ++i) {
       const int64_t row0 = panels.begin(i);
-      statistics(row0, panels.size(i), tiles + row0 * g_.nr, tile_floats, v0, columns, part,
+      statistics(team, row0, panels.size(i), tiles + row0 * g_.nr, tile_floats, v0, columns, part,
                  held_tile(i, v0));
     }
   }
@@ -280,7 +311,7 @@ class ForwardPass {
       }
     }
     for (int64_t i = 0; i < panels.count; ++i) {
-      statistics(panels.begin(i), panels.size(i), tiles + i * panel_stride, tile_floats, v0,
+      statistics(team, panels.begin(i), panels.size(i), tiles + i * panel_stride, tile_floats, v0,
                  columns, s * p_.token_block, held_tile(i, v0));
     }
   }
@@ -300,8 +331,8 @@ class ForwardPass {
   }
 
   // One segment of some rows: tiles of its panels, `tile_floats` apart, become statistics.
-  void statistics(int64_t row0, int rows, float* tiles, int64_t tile_floats, int64_t v0,
-                  int columns, int64_t part, std::byte* held) {
+  void statistics(const Team& team, int64_t row0, int rows, float* tiles, int64_t tile_floats,
+                  int64_t v0, int columns, int64_t part, std::byte* held) {
     const int vocab_panels = static_cast<int>(ceil_div(columns, g_.nr));
     if (p_.types.logits_rounding == LogitsRounding::operand) {
       for (int v = 0; v < vocab_panels; ++v) {
@@ -321,15 +352,68 @@ class ForwardPass {
     if (held != nullptr) {
       k_.segment_stats_held(tiles, tile_floats, vocab_panels, g_.nr, rows, max, sum, *p_.held, held,
                             p_.held_tile_bytes());
+    } else if (p_.collects) {
+      collect(team, row0, rows, tiles, tile_floats, v0, vocab_panels, max, sum);
     } else {
       k_.segment_stats(tiles, tile_floats, vocab_panels, g_.nr, rows, max, sum);
     }
     const int64_t* local = region<int64_t>(p_.local_target) + row0;
+    float* rest = p_.collects ? region<float>(p_.partial_rest) + part + row0 : nullptr;
+    if (p_.collects) std::copy(sum, sum + rows, rest);
     for (int r = 0; r < rows; ++r) {
       const int64_t c = local[r] - v0;
       if (local[r] == kNoTarget || c < 0 || c >= columns) continue;
-      region<float>(p_.predicted)[row0 + r] =
-          tiles[c / g_.nr * tile_floats + int64_t{r} * g_.nr + c % g_.nr];
+      float& logit = tiles[c / g_.nr * tile_floats + int64_t{r} * g_.nr + c % g_.nr];
+      region<float>(p_.predicted)[row0 + r] = logit;
+      if (!p_.collects) continue;
+      // The sum without the target, where it can be told from the target: relative to its own
+      // maximum.
+      logit = -std::numeric_limits<float>::infinity();
+      float rest_max = 0;
+      k_.segment_stats(tiles + int64_t{r} * g_.nr, tile_floats, vocab_panels, g_.nr, 1, &rest_max,
+                       rest + r);
+      float scale = rest_max - max[r];
+      k_.exp(&scale, 1, &scale);
+      rest[r] = rest[r] == 0.0f ? 0.0f : rest[r] * scale;
+    }
+  }
+
+  // The segment's statistics, and its candidates.
+  void collect(const Team& team, int64_t row0, int rows, const float* tiles, int64_t tile_floats,
+               int64_t v0, int vocab_panels, float* max, float* sum) {
+    alignas(64) uint32_t hash[cpu::kSegmentColumns];
+    for (int c = 0; c < cpu::kSegmentColumns; ++c) {
+      hash[c] = cpu::hash_of(collect_.vocab_seed, collect_.vocab_start + v0 + c);
+    }
+    const int64_t segments = p_.partial_segments();
+    const cpu::Collector collector{
+        .token_hash = region<uint32_t>(p_.token_hash) + row0,
+        .threshold = region<float>(p_.threshold) + row0,
+        .reference = region<float>(p_.reference) + row0,
+        .vocab_hash = hash,
+        .values = collect_.values,
+        .columns = collect_.columns,
+        .used = collect_.used + team.rank() * Collect::kUsedStride,
+        .capacity = (team.rank() + 1) * collect_.per_thread,
+        .chunks = collect_.chunks + row0 * segments + v0 / cpu::kSegmentColumns,
+        .chunk_stride = segments};
+    k_.segment_stats_collect(tiles, tile_floats, vocab_panels, g_.nr, rows, max, sum, collector);
+  }
+
+  // The same merge for the sums without targets, and what the next candidates are measured by.
+  void merge_rest(const Team& team, int64_t rows, int64_t s0, int64_t segments) {
+    const Range mine = team.part(rows);
+    float* max = region<float>(p_.rest_max) + mine.begin;
+    float* sum = region<float>(p_.rest_sum) + mine.begin;
+    float* low = region<float>(p_.rest_low) + mine.begin;
+    for (int64_t s = s0; s < s0 + segments; ++s) {
+      const int64_t part = s * p_.token_block + mine.begin;
+      k_.merge_rows(max, sum, low, region<float>(p_.partial_max) + part,
+                    region<float>(p_.partial_rest) + part, mine.size());
+    }
+    for (int64_t r = 0; r < mine.size(); ++r) {
+      region<float>(p_.threshold)[mine.begin + r] = collect_.share * (sum[r] + low[r]);
+      region<float>(p_.reference)[mine.begin + r] = max[r];
     }
   }
 
@@ -346,7 +430,9 @@ class ForwardPass {
   }
 
   // Where segment s of the chunk that begins at s0 keeps its statistics.
-  int64_t partial(int64_t s0, int64_t s) const { return (p_.held ? s0 + s : s) * p_.token_block; }
+  int64_t partial(int64_t s0, int64_t s) const {
+    return (p_.held || p_.collects ? s0 + s : s) * p_.token_block;
+  }
 
   void merge_segments(const Team& team, int64_t rows, int64_t s0, int64_t segments) {
     float* max = region<float>(p_.run_max);
@@ -386,6 +472,7 @@ class ForwardPass {
   Stop& stop_;
   int64_t start_;
   int64_t end_;
+  Collect collect_;
 };
 
 }  // namespace LOGITLESS_ABI_NAMESPACE

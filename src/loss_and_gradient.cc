@@ -21,6 +21,7 @@
 #include "gradient_pass.h"
 #include "loss_row.h"
 #include "one_pass.h"
+#include "sparse_pass.h"
 #include "step_tokens.h"
 
 namespace logitless {
@@ -39,8 +40,12 @@ class LossAndGradient {
         cancel_(cancel),
         tokens_(in, plan.shape.BT, plan.shape.V) {}
 
+  // Only of the rows whose gradient is left to this pass; the others have theirs, and their losses.
+  void leave_out(const RowKind* kinds) { kinds_ = kinds; }
+
   Result<void> run() {
     if (auto ok = tokens_.count(); !ok) return ok;  // before anything is written
+    for (int64_t b = 0; b < p_.shape.BT; ++b) weighted_ += has_gradient(b) ? 1 : 0;
     statistics_.logits_max = out_.logits_max.value_or(own(p_.logits_max));
     statistics_.sum_exp_logits = out_.sum_exp_logits.value_or(own(p_.sum_exp_logits));
     statistics_.predicted_logits = out_.predicted_logits.value_or(own(p_.predicted_logits));
@@ -58,6 +63,9 @@ class LossAndGradient {
   }
 
  private:
+  bool has_gradient(int64_t b) const {
+    return tokens_.has_gradient(b) && (kinds_ == nullptr || kinds_[b] == RowKind::dense);
+  }
   VectorView own(int64_t offset) const { return {ws_.data() + offset, DType::f32, p_.shape.BT, 1}; }
   // Statistics -> loss of one row that counts.
   float loss_of(int64_t b) const {
@@ -105,12 +113,12 @@ class LossAndGradient {
     forward.neutral_rows(team);
     zero_rows(team);
     GradientPass::Cell cell;
-    cell.token_chunks = ceil_div(tokens_.weighted(), p_.forward.token_block);
+    cell.token_chunks = ceil_div(weighted_, p_.forward.token_block);
     cell.vocab_chunks = ceil_div(p_.shape.V, p_.gradient.vocab_chunk);
     int64_t cursor = 0;
     for (int64_t block = 0; block < cell.token_chunks; ++block) {
       const int64_t rows =
-          forward.next_block(team, cursor, [&](int64_t b) { return tokens_.has_gradient(b); });
+          forward.next_block(team, cursor, [&](int64_t b) { return has_gradient(b); });
       forward.one_block(team, rows);
       if (stop.leave_together(team)) return;
       settle(team, forward, rows);
@@ -139,7 +147,7 @@ class LossAndGradient {
       if (tokens_.has_gradient(b)) continue;
       if (out_.grad_input && !p_.types.grad_input->accumulate) zero_row(*out_.grad_input, b);
     }
-    if (tokens_.weighted() > 0 || !out_.grad_weight || p_.types.grad_weight->accumulate) return;
+    if (weighted_ > 0 || !out_.grad_weight || p_.types.grad_weight->accumulate) return;
     const Range vocabulary = team.part(p_.shape.V);
     for (int64_t v = vocabulary.begin; v < vocabulary.end; ++v) zero_row(*out_.grad_weight, v);
   }
@@ -157,6 +165,83 @@ class LossAndGradient {
   std::span<std::byte> ws_;
   const CancelToken* cancel_;
   StepTokens tokens_;
+  const RowKind* kinds_ = nullptr;
+  int64_t weighted_ = 0;  // rows whose gradient is made here
+  ForwardOutputs statistics_;
+};
+
+// With a grad_tolerance: rows that are not flat sparsely, then the others.
+class SparseStep {
+ public:
+  SparseStep(const LossAndGradientPlanData& plan, const LossAndGradientOperands& in,
+             const LossAndGradientOutputs& out, std::span<std::byte> workspace,
+             const CancelToken* cancel)
+      : p_(*plan.sparse),
+        shape_(plan.shape),
+        in_(in),
+        out_(out),
+        ws_(workspace),
+        cancel_(cancel),
+        tokens_(in, plan.shape.BT, plan.shape.V),
+        statistics_{.logits_max = out.logits_max.value_or(own(0)),
+                    .sum_exp_logits = out.sum_exp_logits.value_or(own(1)),
+                    .predicted_logits = out.predicted_logits.value_or(own(2))} {}
+
+  Result<void> run() {
+    if (auto ok = tokens_.count(); !ok) return ok;  // before anything is written
+    auto* kinds = reinterpret_cast<RowKind*>(ws_.data() + p_.kinds);
+    auto* rows = reinterpret_cast<int64_t*>(ws_.data() + p_.rows);
+    int64_t count = 0;
+    for (int64_t b = 0; b < shape_.BT; ++b) {
+      const bool has = tokens_.has_gradient(b);
+      kinds[b] = has ? RowKind::sparse : RowKind::none;
+      if (has) rows[count++] = b;
+    }
+    Stop stop(cancel_);
+    const ForwardOperands operands{in_.input, in_.weight, in_.target, 0, shape_.V, in_.rows};
+    const GradientOutputs gradients{out_.grad_input, out_.grad_weight};
+    SparsePass pass(p_.sparse, operands, statistics_, gradients, in_.seed, 0, *this, rows, kinds,
+                    ws_.data() + p_.passes, stop);
+    run_team(p_.sparse.target.threads, [&](const Team& team) { pass.work(team, count); });
+    if (stop.requested()) return Error{ErrorKind::cancelled, "loss_and_gradient: cancelled"};
+    const int64_t sparse = pass.sparse_rows(shape_.BT);
+    LossAndGradient others(pass.began() ? p_.after : p_.exact, in_, out_,
+                           ws_.subspan(static_cast<size_t>(p_.passes)), cancel_);
+    others.leave_out(kinds);
+    if (auto ok = others.run(); !ok) return ok;
+    if (out_.sparse_counts != nullptr) {
+      *out_.sparse_counts = {.rows = count,
+                             .dense_rows = count - sparse,
+                             .kept = pass.kept(),
+                             .elements = sparse * shape_.V};
+    }
+    return {};
+  }
+
+  // ---- what the pass asks ----------------------------------------------------------------------
+
+  int64_t token_id(int64_t b) const { return in_.token_ids ? integer_at(*in_.token_ids, b) : b; }
+  SparseRow row(int64_t b, float max, float sum) const {
+    return {.grad = static_cast<float>(tokens_.weight(b)), .max = max, .sum = sum};
+  }
+  void settled(int64_t b) const {
+    set_f32(out_.loss, b,
+            loss_of_row(f32_at(statistics_.logits_max, b), f32_at(statistics_.sum_exp_logits, b),
+                        f32_at(statistics_.predicted_logits, b)));
+  }
+
+ private:
+  VectorView own(int64_t i) const {
+    return {ws_.data() + p_.statistics + i * shape_.BT * 4, DType::f32, shape_.BT, 1};
+  }
+
+  const SparseStepPlanData& p_;
+  const Shape& shape_;
+  const LossAndGradientOperands& in_;
+  const LossAndGradientOutputs& out_;
+  std::span<std::byte> ws_;
+  const CancelToken* cancel_;
+  StepTokens tokens_;
   ForwardOutputs statistics_;
 };
 
@@ -167,6 +252,9 @@ Result<void> run(const LossAndGradientPlan& plan, const LossAndGradientOperands&
                  const CancelToken* cancel) {
   if (auto ok = check(plan.data(), operands, outputs, workspace); !ok) return ok;
   const DefaultFloatEnvironment environment;  // losses and weights are not all made in a team
+  if (plan.data().sparse) {
+    return SparseStep(plan.data(), operands, outputs, workspace, cancel).run();
+  }
   return LossAndGradient(plan.data(), operands, outputs, workspace, cancel).run();
 }
 

@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "cpu/constants.h"
+#include "sparse_plan.h"
 #include "team.h"
 
 namespace logitless {
@@ -139,6 +140,13 @@ int64_t lay_out(ForwardPlanData& p) {
   p.run_sum = l.add(p.token_block * 4);
   p.run_low = l.add(p.token_block * 4);
   p.predicted = l.add(p.token_block * 4);
+  if (p.collects) {
+    p.partial_rest = l.add(segments * p.token_block * 4);
+    for (int64_t* row :
+         {&p.rest_max, &p.rest_sum, &p.rest_low, &p.token_hash, &p.threshold, &p.reference}) {
+      *row = l.add(p.token_block * 4);
+    }
+  }
   return p.workspace_bytes = l.bytes();
 }
 
@@ -190,6 +198,8 @@ double forward_cycles(const ForwardPlanData& p) {
   return blocks * (static_cast<double>(forward_rounds(p)) * unit + pack + chunks * kBarriers);
 }
 
+}  // namespace
+
 // Up to four vectors of tokens, packing weight costs more than it saves: at (BT, 128256, 2048) on
 // two cores 53 instead of 34 ms for 64 tokens, the same for 96, 22 instead of 8 ms for one.
 FewTokens few_tokens(const cpu::GemmKernels& g, int64_t BT) {
@@ -197,6 +207,8 @@ FewTokens few_tokens(const cpu::GemmKernels& g, int64_t BT) {
   return {.width = static_cast<int>(BT <= g.few ? std::bit_ceil(static_cast<uint64_t>(BT))
                                                 : round_up(BT, g.lanes))};
 }
+
+namespace {
 
 constexpr int kSmallTeam = 8;  // full panels and whole segments serve it
 
@@ -747,8 +759,8 @@ struct OnePassChoice {
   }
 };
 
-// The blocks of one pass: the fewest cycles within the limit. False if nothing fits; least_bytes is
-// then what would have.
+}  // namespace
+
 bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
   const cpu::GemmKernels& g = *p.target.gemm;
   begin_one_pass(p);
@@ -776,6 +788,8 @@ bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
   if (choice.best) p = *choice.best;
   return choice.best.has_value();
 }
+
+namespace {
 
 // The same where somebody else makes the blocks. The gradient's tokens are those of all blocks if
 // they were full, so that it keeps sums between blocks exactly where there are several.
@@ -866,6 +880,18 @@ Result<LossAndGradientPlan> plan_loss_and_gradient(const Shape& shape,
   data->limit_bytes = limited ? options.workspace_limit_bytes : default_limit(shape, types);
   const std::string limit =
       (limited ? "the limit of " : "the default limit of ") + bytes_text(data->limit_bytes);
+  const bool anything = shape.BT > 0 && shape.V > 0 && shape.H > 0 &&
+                        (types.grad_input.has_value() || types.grad_weight.has_value());
+  if (types.grad_tolerance > 0 && strategy == Strategy::recompute) {
+    return Error{ErrorKind::invalid_argument,
+                 "grad_tolerance is " + std::to_string(types.grad_tolerance) +
+                     ", must be 0 with the strategy recompute: a sparse gradient is one pass"};
+  }
+  if (types.grad_tolerance > 0 && anything) {
+    data->why = "sparse, in one pass";
+    if (auto ok = plan_sparse(*data, options); !ok) return ok.error();
+    return LossAndGradientPlan(std::move(data));
+  }
   if (strategy != Strategy::recompute) {
     int64_t least = INT64_MAX;
     if (choose_one_pass(*data, least)) {
@@ -944,6 +970,12 @@ Result<GradientPlan> plan_gradient(const Shape& shape, const GradientTypes& type
   data->source =
       types.mode == GradientMode::memory_saving ? SoftmaxSource::logits : SoftmaxSource::softmax;
   data->target = *target;
+  const bool anything = shape.BT > 0 && shape.V > 0 && shape.H > 0 &&
+                        (types.grad_input.has_value() || types.grad_weight.has_value());
+  if (types.grad_tolerance > 0 && anything) {
+    if (auto ok = plan_sparse(*data, options); !ok) return ok.error();
+    return GradientPlan(std::move(data));
+  }
   if (auto ok = choose_schedule(*data, options); !ok) return ok.error();
   return GradientPlan(std::move(data));
 }
@@ -1042,6 +1074,11 @@ std::string LossAndGradientPlan::describe() const {
   const LossAndGradientPlanData& p = *data_;
   std::string text = "loss and gradient " + shape_text(p.shape) + ", " + name_of(p.types.operand) +
                      ", " + (p.one_pass ? "one pass" : "recompute") + ": " + p.why + "\n";
+  if (p.sparse) {
+    text += sparse_text(p.sparse->sparse) + "  workspace " + bytes_text(p.workspace_bytes) + " (" +
+            std::to_string(p.workspace_bytes) + " bytes)\n  flat rows, exactly:\n";
+    return text + one_pass_text(p.sparse->exact);
+  }
   if (!p.one_pass) {
     return text + p.forward_plan->describe() + p.gradient_plan->describe() + "  workspace " +
            bytes_text(p.workspace_bytes) + " (" + std::to_string(p.workspace_bytes) + " bytes)\n";
@@ -1061,6 +1098,11 @@ std::string GradientPlan::describe() const {
       "gradient " + shape_text(p.shape) + ", " + name_of(p.types.operand) +
       (p.types.mode == GradientMode::memory_saving ? ", memory-saving (softmax recomputed)\n"
                                                    : ", high-performance (softmax given)\n");
+  if (p.sparse) {
+    text += sparse_text(p.sparse->sparse) + "  workspace " + bytes_text(p.workspace_bytes) + " (" +
+            std::to_string(p.workspace_bytes) + " bytes)\n  flat rows, exactly:\n";
+    return text + p.sparse->exact->describe();
+  }
   text += "  " + target_text(p.target) + "\n";
   const std::string vocab = "vocabulary in " + std::to_string(ceil_div(p.shape.V, p.vocab_chunk)) +
                             " chunks of " + std::to_string(p.vocab_chunk);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -104,6 +105,8 @@ struct ForwardPlanData {
   // [token panel][vocabulary panel][mr][nr], and the statistics of all its segments.
   std::optional<DType> held;
   int64_t held_tiles = 0;
+  // A sparse gradient: candidates are collected (sparse_pass.h). Only with segments of one's own.
+  bool collects = false;
   int64_t vocab_panels() const { return ceil_div(shape.V, target.gemm->nr); }
   int64_t token_panels() const { return ceil_div(token_block, panel_rows); }
   // Of a chunk, but where it is of all.
@@ -116,6 +119,10 @@ struct ForwardPlanData {
   int64_t partial_max = 0, partial_sum = 0;  // [partial_segments()][token_block]
   int64_t row_index = 0, local_target = 0;   // [token_block] i64
   int64_t run_max = 0, run_sum = 0, run_low = 0, predicted = 0;  // [token_block] f32
+  // Sums without the target's term, relative to the same maxima; what candidates are measured by.
+  int64_t partial_rest = 0;                              // [partial_segments()][token_block]
+  int64_t rest_max = 0, rest_sum = 0, rest_low = 0;      // [token_block] f32
+  int64_t token_hash = 0, threshold = 0, reference = 0;  // [token_block] u32, f32, f32
   int64_t workspace_bytes = 0;
 };
 
@@ -132,6 +139,9 @@ enum class SoftmaxSource : uint8_t {
   softmax = 1,  // given by the caller
   held = 2,     // exponentials kept by the same call's forward
 };
+
+struct SparseStepPlanData;
+struct SparseGradientPlanData;
 
 struct GradientPlanData {
   Shape shape;
@@ -173,6 +183,8 @@ struct GradientPlanData {
   int64_t own_stride = 0;                  // of these four
   int64_t few_logits = 0, few_stride = 0;  // FewTokens::own_bytes, per thread
   int64_t workspace_bytes = 0;
+  // With a grad_tolerance, instead of all this (sparse_plan.h).
+  std::shared_ptr<const SparseGradientPlanData> sparse;
 };
 
 struct LossAndGradientPlanData {
@@ -196,6 +208,8 @@ struct LossAndGradientPlanData {
   int64_t logits_max = 0, sum_exp_logits = 0, predicted_logits = 0, grad = 0;  // [BT] f32
   int64_t operators = 0;                                                       // their workspace
   int64_t workspace_bytes = 0;
+  // With a grad_tolerance, instead of all this (sparse_plan.h).
+  std::shared_ptr<const SparseStepPlanData> sparse;
 };
 
 // Lines of describe() below the first.
@@ -215,6 +229,9 @@ int64_t lay_out(LossAndGradientPlanData& plan);
 // The plan with panels of one's own, for all tokens and this chunk of the vocabulary.
 GradientPlanData with_own_panels(GradientPlanData plan, int64_t vocab_chunk);
 
+// How few tokens are read, and whether they are few.
+FewTokens few_tokens(const cpu::GemmKernels& gemm, int64_t BT);
+
 // The bytes one pass may use where no limit is given.
 int64_t default_limit(const Shape& shape, const LossAndGradientTypes& types);
 
@@ -225,6 +242,9 @@ int64_t least_one_pass_bytes(const LossAndGradientPlanData& plan, int64_t block_
 // The fewest cycles within the limit; false where the least bytes are beyond it.
 bool choose_one_pass_blocks(LossAndGradientPlanData& plan, int64_t block_tokens, int64_t blocks);
 
+// The blocks of one pass: the fewest cycles within plan.limit_bytes. False if nothing fits;
+// least_bytes is then what would have.
+bool choose_one_pass(LossAndGradientPlanData& plan, int64_t& least_bytes);
 struct LossPlanData {
   int64_t BT = 0;
   int64_t V = 0;

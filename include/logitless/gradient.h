@@ -42,6 +42,30 @@ struct GradientOutput {
   bool accumulate = false;    // true: the buffer's value is the first addend
 };
 
+// A sparse gradient that is unbiased, for a grad_tolerance eps above 0 (docs/sparse-gradient.md).
+// Of a row of grad_logits, p = softmax, t its target, w its grad:
+//
+//   rest       = sum of p[v] over v != t
+//   below(tau) = sum of those p[v] < tau
+//   tau        = the largest power of two, at most 1, with tau * below(tau) <= (eps * rest)^2
+//
+// p[v] >= tau stays as it is; a smaller one becomes tau with probability p[v] / tau, else 0; the
+// target stays as it is. The expectation is the exact gradient, and the standard error of a row of
+// grad_logits at most eps of its norm. What is kept depends on seed, token id and global
+// vocabulary id alone: on no thread, chunk or limit. Kept values are not rounded to the operand
+// type. A row of which this would keep more than a tenth, or whose statistics are not finite, is
+// treated exactly, as are all rows where eps is 0.
+inline constexpr float kLeastGradTolerance = 0x1p-16f;
+inline constexpr float kMostGradTolerance = 0.5f;
+
+// What a sparse gradient did.
+struct SparseCounts {
+  int64_t rows = 0;        // that have a gradient
+  int64_t dense_rows = 0;  // of them, treated exactly
+  int64_t kept = 0;        // elements of grad_logits in the others
+  int64_t elements = 0;    // (rows - dense_rows) * V, of which they were kept
+};
+
 struct GradientTypes {
   DType operand = DType::bf16;         // input and weight: f32, f16, bf16
   std::optional<DType> multiply = {};  // absent = operand; bf16 with operand f32
@@ -49,6 +73,9 @@ struct GradientTypes {
   GradientMode mode = GradientMode::memory_saving;
   // With which rounding the statistics were made; memory-saving mode only.
   LogitsRounding logits_rounding = LogitsRounding::none;
+  // 0 = exact; else from kLeastGradTolerance to kMostGradTolerance, in memory-saving mode, for
+  // statistics of this weight alone (no other shards).
+  float grad_tolerance = 0.0f;
   // Absent: not wanted, its product is not computed.
   std::optional<GradientOutput> grad_input = GradientOutput{};
   std::optional<GradientOutput> grad_weight = GradientOutput{};
@@ -65,11 +92,17 @@ struct GradientOperands {
   std::optional<ConstVectorView> sum_exp_logits = {};  // [BT] f32, merged; memory-saving mode
   std::optional<ConstMatrixView> softmax = {};         // [BT, V] f32, read-only; high-performance
   std::optional<ConstVectorView> counts = {};          // [BT] u8, 0 = the row does not count
+  // With a grad_tolerance: what the choice depends on. A new seed for every step: the same one
+  // would leave out the same elements again and again.
+  uint64_t seed = 0;
+  std::optional<ConstVectorView> token_ids = {};  // [BT] i64; absent = the row's number
+  int64_t vocab_start_index = 0;                  // the global id of weight's first row
 };
 
 struct GradientOutputs {
   std::optional<MatrixView> grad_input = {};   // [BT, H], present exactly when planned
   std::optional<MatrixView> grad_weight = {};  // [V, H]
+  SparseCounts* sparse_counts = nullptr;       // with a grad_tolerance; may be null
 };
 
 struct GradientPlanData;

@@ -45,6 +45,8 @@ struct LossAndGradientTypes {
   DType operand = DType::bf16;         // input and weight: f32, f16, bf16
   std::optional<DType> multiply = {};  // absent = operand; bf16 with operand f32
   DType target = DType::i64;           // i32, i64
+  // 0 = exact; else a sparse gradient that is unbiased (gradient.h), in one pass.
+  float grad_tolerance = 0.0f;
   // Absent: not wanted, its product is not computed.
   std::optional<GradientOutput> grad_input = GradientOutput{};
   std::optional<GradientOutput> grad_weight = GradientOutput{};
@@ -58,6 +60,9 @@ struct LossAndGradientOperands {
   std::optional<ConstVectorView> token_weights = {};  // [BT] f32; absent = 1
   // Absent: with token_weights 1, else the number of rows that count. Not 0.
   std::optional<double> normalizer = {};
+  // With a grad_tolerance: as in GradientOperands.
+  uint64_t seed = 0;
+  std::optional<ConstVectorView> token_ids = {};  // [BT] i64; absent = the row's number
 };
 
 struct LossAndGradientOutputs {
@@ -68,6 +73,7 @@ struct LossAndGradientOutputs {
   std::optional<VectorView> predicted_logits = {};  // [BT] f32
   std::optional<MatrixView> grad_input = {};        // [BT, H], present exactly when planned
   std::optional<MatrixView> grad_weight = {};       // [V, H]
+  SparseCounts* sparse_counts = nullptr;            // with a grad_tolerance; may be null
 };
 
 struct LossAndGradientPlanData;

@@ -22,6 +22,27 @@ constexpr int64_t source_bytes(PackSource source) {
   return source == PackSource::f16 || source == PackSource::bf16 ? 2 : 4;
 }
 
+// Candidates of one row in one segment: a stretch of the collected arrays.
+struct Chunk {
+  uint32_t begin;
+  int32_t count;  // or kDidNotFit
+};
+
+// Where the candidates of a few rows go.
+struct Collector {
+  static constexpr int32_t kDidNotFit = -1;
+  const uint32_t* token_hash;  // of the rows
+  const float* threshold;      // of exp(logit - reference); 0: every element is a candidate
+  const float* reference;
+  const uint32_t* vocab_hash;  // of the segment's columns, up to whole panels
+  float* values;               // exp(logit - the segment's maximum)
+  uint8_t* columns;            // within the segment
+  int64_t* used;               // of both, in elements
+  int64_t capacity;            // a row whose segment might not fit is left out
+  Chunk* chunks;               // of the rows, chunk_stride apart
+  int64_t chunk_stride;
+};
+
 // What the gradient of one token's logits needs; filled once per token and call.
 struct GradRow {
   float max;      // logits_max
@@ -163,6 +184,25 @@ struct Kernels {
   void (*segment_stats_held)(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
                              float* max, float* sum, DType held_type, void* held,
                              int64_t held_stride);
+  // The same bits again; and of every row those exponentials e with u * threshold < e, u the
+  // element's number (sparse_hash.h), go to the collector, in ascending order of their columns. A
+  // segment has at most 256 columns.
+  void (*segment_stats_collect)(const float* tiles, int64_t tile_stride, int panels, int nr,
+                                int rows, float* max, float* sum, const Collector& collector);
+  // p = values[i] * scale for i < count: those >= least go to `out`, in order, but for that of
+  // `except` among the columns. out has room for count + 15. Returns how many.
+  int64_t (*large_values)(const float* values, const uint8_t* columns, int64_t count, float scale,
+                          float least, int except, float* out);
+  // The choice of a sparse gradient for a chunk of candidates: p = values[i] * scale with
+  // u * tau < p or p >= tau becomes max(p, tau) * factor, the others go. vocab_hash: of the
+  // segment's columns. The outputs have room for count + 15. Returns how many.
+  int64_t (*thin)(const float* values, const uint8_t* columns, int64_t count, float scale,
+                  const uint32_t* vocab_hash, uint32_t token_hash, float tau, float factor,
+                  float* out_values, uint8_t* out_columns);
+  // out[c] (+)= sum over i < count of factors[i] * rows[i][c], for c < columns, in ascending i; the
+  // rows begin `offset` bytes behind the pointers and have unit stride.
+  void (*sum_rows)(PackSource source, const void* const* rows, int64_t offset, const float* factors,
+                   int64_t count, int64_t columns, float* out, bool accumulate);
   // Merges part b of count rows into part a, in place: the one merge, of segments and of shards.
   //   max = max(a, b); sum + low = (sum_a + low_a) exp(max_a - max) + sum_b exp(max_b - max)
   // `low` is what the additions round away (two-sum): beside a token predicted with p near 1, the

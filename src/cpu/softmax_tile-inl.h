@@ -25,11 +25,12 @@ namespace {
 // Why     max first, then sum: the segment is still in the cache, and the online update
 //         (arXiv:1805.02867) would spend an extra exp at every new maximum.
 //
-// Two vectors at a time: hold(panel, row, column, exponentials of kLanes columns, of the next).
-template <class V, class Hold>
+// begin(row, its maximum) comes before the exponentials, two vectors at a time: hold(panel, row,
+// column, exponentials of kLanes columns, of the next).
+template <class V, class Begin, class Hold>
 [[gnu::always_inline]] inline void segment_rows(const float* tiles, int64_t tile_stride, int panels,
                                                 int nr, int rows, float* max, float* sum,
-                                                const Hold& hold) {
+                                                const Begin& begin, const Hold& hold) {
   using F = typename V::F;
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (int r = 0; r < rows; ++r) {
@@ -43,6 +44,7 @@ template <class V, class Hold>
     }
     const float row_max = V::reduce_max(V::max(m[0], m[1]));
     const F base = V::set1(row_max == -kInf ? 0.0f : row_max);
+    begin(r, row_max);
     F s = V::zero();
     for (int p = 0; p < panels; ++p) {
       for (int c = 0; c < nr; c += 2 * V::kLanes) {
@@ -66,10 +68,13 @@ template <class V, class Hold>
   }
 }
 
+// Nothing to do before a row's exponentials.
+constexpr auto kNoBegin = [](int, float) {};
+
 template <class V>
 void segment_stats(const float* tiles, int64_t tile_stride, int panels, int nr, int rows,
                    float* max, float* sum) {
-  segment_rows<V>(tiles, tile_stride, panels, nr, rows, max, sum,
+  segment_rows<V>(tiles, tile_stride, panels, nr, rows, max, sum, kNoBegin,
                   [](int, int, int, typename V::F, typename V::F) {});
 }
 
@@ -79,12 +84,12 @@ void segment_stats_held(const float* tiles, int64_t tile_stride, int panels, int
                         int64_t held_stride) {
   auto* bytes = static_cast<unsigned char*>(held);
   if (held_type == logitless::DType::bf16) {
-    segment_rows<V>(tiles, tile_stride, panels, nr, rows, max, sum,
+    segment_rows<V>(tiles, tile_stride, panels, nr, rows, max, sum, kNoBegin,
                     [&](int p, int r, int c, typename V::F e0, typename V::F e1) {
                       V::stream_bf16(bytes + p * held_stride + (int64_t{r} * nr + c) * 2, e0, e1);
                     });
   } else {
-    segment_rows<V>(tiles, tile_stride, panels, nr, rows, max, sum,
+    segment_rows<V>(tiles, tile_stride, panels, nr, rows, max, sum, kNoBegin,
                     [&](int p, int r, int c, typename V::F e0, typename V::F e1) {
                       auto* out =
                           reinterpret_cast<float*>(bytes + p * held_stride) + int64_t{r} * nr + c;

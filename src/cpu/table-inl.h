@@ -6,6 +6,7 @@
 #include "cpu/pack-inl.h"
 #include "cpu/product_rows-inl.h"
 #include "cpu/softmax_tile-inl.h"
+#include "cpu/sparse-inl.h"
 #include "cpu/stream_tile-inl.h"
 #include "cpu/tile_packing-inl.h"
 
@@ -44,6 +45,10 @@ constexpr logitless::cpu::Kernels table(logitless::Isa isa, const logitless::cpu
       .bf16_dot = bf16_dot,
       .segment_stats = &segment_stats<V>,
       .segment_stats_held = &segment_stats_held<V>,
+      .segment_stats_collect = &segment_stats_collect<V>,
+      .large_values = &large_values<V>,
+      .thin = &thin<V>,
+      .sum_rows = &sum_rows<V>,
       .merge_rows = &merge_rows<V>,
       .round_values = &round_values<V>,
       .softmax = &softmax_values<V>,

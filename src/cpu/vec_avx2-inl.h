@@ -8,6 +8,7 @@
 
 #include "cpu/constants.h"
 #include "cpu/kernels.h"
+#include "cpu/sparse_hash.h"
 
 namespace {
 
@@ -97,6 +98,28 @@ struct Avx2Vec {
     _mm256_stream_si256(static_cast<__m256i*>(p) + 1, _mm256_loadu_si256(x + 1));
   }
   static void publish() { _mm_sfence(); }
+  static constexpr bool kCompresses = false;
+  // Of the lanes of e those with u * threshold < e, and their columns, one behind the other; at
+  // least kLanes elements of both may be written. Returns how many.
+  static int collect(F e, const uint32_t* vocab_hash, uint32_t token_hash, float threshold,
+                     int column, float* values, uint8_t* columns) {
+    __m256i x = _mm256_xor_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(vocab_hash)),
+                                 _mm256_set1_epi32(static_cast<int>(token_hash)));
+    x = _mm256_mullo_epi32(x, _mm256_set1_epi32(static_cast<int>(logitless::cpu::kHashFactor)));
+    const F u = _mm256_cvtepi32_ps(_mm256_srli_epi32(x, 1));
+    auto keep = static_cast<unsigned>(
+        _mm256_movemask_ps(_mm256_cmp_ps(mul(u, set1(threshold * 0x1p-31f)), e, _CMP_LT_OQ)));
+    if (keep == 0) return 0;
+    alignas(32) float lanes[8];
+    _mm256_store_ps(lanes, e);
+    int n = 0;
+    for (; keep != 0; keep &= keep - 1, ++n) {
+      const int lane = __builtin_ctz(keep);
+      values[n] = lanes[lane];
+      columns[n] = static_cast<uint8_t>(column + lane);
+    }
+    return n;
+  }
   static constexpr bool kTransposesHalves = false;
   static void store_f16(void* p, F x) {
     _mm_storeu_si128(static_cast<__m128i*>(p),

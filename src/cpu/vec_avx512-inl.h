@@ -8,6 +8,7 @@
 
 #include "cpu/constants.h"
 #include "cpu/kernels.h"
+#include "cpu/sparse_hash.h"
 
 namespace {
 
@@ -115,6 +116,45 @@ struct Avx512Vec {
     _mm512_stream_si512(static_cast<__m512i*>(p), _mm512_loadu_si512(from));
   }
   static void publish() { _mm_sfence(); }
+  static constexpr bool kCompresses = true;
+  // Of the lanes of e those with u * threshold < e, and their columns, one behind the other; at
+  // least kLanes elements of both may be written. Returns how many.
+  static int collect(F e, const uint32_t* vocab_hash, uint32_t token_hash, float threshold,
+                     int column, float* values, uint8_t* columns) {
+    __m512i x = _mm512_xor_si512(_mm512_loadu_si512(vocab_hash),
+                                 _mm512_set1_epi32(static_cast<int>(token_hash)));
+    x = _mm512_mullo_epi32(x, _mm512_set1_epi32(static_cast<int>(logitless::cpu::kHashFactor)));
+    const F u = _mm512_cvtepi32_ps(_mm512_srli_epi32(x, 1));
+    const __mmask16 keep = _mm512_cmp_ps_mask(mul(u, set1(threshold * 0x1p-31f)), e, _CMP_LT_OQ);
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return append(keep, e, _mm512_add_epi32(_mm512_set1_epi32(column), lane), values, columns);
+  }
+  // sparse-inl.h, for up to 16 elements at a time.
+  static int large_lanes(const float* values, const uint8_t* columns, int lanes, float scale,
+                         float least, int except, float* out) {
+    const F p = mul(_mm512_maskz_loadu_ps(first(lanes), values), set1(scale));
+    const __m512i column = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first(lanes), columns));
+    const __mmask16 keep = _mm512_mask_cmp_ps_mask(first(lanes), p, set1(least), _CMP_GE_OQ) &
+                           _mm512_cmpneq_epi32_mask(column, _mm512_set1_epi32(except));
+    _mm512_storeu_ps(out, _mm512_maskz_compress_ps(keep, p));
+    return __builtin_popcount(keep);
+  }
+  static int thin_lanes(const float* values, const uint8_t* columns, int lanes, float scale,
+                        const uint32_t* vocab_hash, uint32_t token_hash, float tau, float factor,
+                        float* out_values, uint8_t* out_columns) {
+    const __mmask16 here = first(lanes);
+    const F p = mul(_mm512_maskz_loadu_ps(here, values), set1(scale));
+    const __m512i column = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(here, columns));
+    __m512i x = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), here, column, vocab_hash, 4);
+    x = _mm512_xor_si512(x, _mm512_set1_epi32(static_cast<int>(token_hash)));
+    x = _mm512_mullo_epi32(x, _mm512_set1_epi32(static_cast<int>(logitless::cpu::kHashFactor)));
+    const F u = _mm512_cvtepi32_ps(_mm512_srli_epi32(x, 1));
+    const F t = set1(tau);
+    const auto keep = static_cast<__mmask16>(
+        _mm512_mask_cmp_ps_mask(here, mul(u, set1(tau * 0x1p-31f)), p, _CMP_LT_OQ) |
+        _mm512_mask_cmp_ps_mask(here, p, t, _CMP_GE_OQ));
+    return append(keep, mul(max(p, t), set1(factor)), column, out_values, out_columns);
+  }
   static constexpr bool kTransposesHalves = false;
   // 16 x 16 in registers, four stages of 16 shuffles.
   static void transpose(F* r) {
@@ -153,6 +193,13 @@ struct Avx512Vec {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(round_bf16(x)), 16));
   }
   static __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+  static int append(__mmask16 keep, F values, __m512i columns, float* out_values,
+                    uint8_t* out_columns) {
+    _mm512_storeu_ps(out_values, _mm512_maskz_compress_ps(keep, values));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out_columns),
+                     _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(keep, columns)));
+    return __builtin_popcount(keep);
+  }
 };
 
 // 14 x 32 for both families: see gemm_tile-inl.h.

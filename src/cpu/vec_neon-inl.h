@@ -8,6 +8,7 @@
 
 #include "cpu/constants.h"
 #include "cpu/kernels.h"
+#include "cpu/sparse_hash.h"
 
 namespace {
 
@@ -83,6 +84,28 @@ struct NeonVec {
   }
   static void stream_line(void* p, const void* from) { std::memcpy(p, from, 64); }
   static void publish() {}
+  static constexpr bool kCompresses = false;
+  // Of the lanes of e those with u * threshold < e, and their columns, one behind the other; at
+  // least kLanes elements of both may be written. Returns how many.
+  static int collect(F e, const uint32_t* vocab_hash, uint32_t token_hash, float threshold,
+                     int column, float* values, uint8_t* columns) {
+    const uint32x4_t x = vmulq_n_u32(veorq_u32(vld1q_u32(vocab_hash), vdupq_n_u32(token_hash)),
+                                     logitless::cpu::kHashFactor);
+    const F u = vcvtq_f32_s32(vreinterpretq_s32_u32(vshrq_n_u32(x, 1)));
+    const uint32x4_t keep = vcltq_f32(mul(u, set1(threshold * 0x1p-31f)), e);
+    if (vmaxvq_u32(keep) == 0) return 0;
+    float lanes[4];
+    uint32_t kept[4];
+    vst1q_f32(lanes, e);
+    vst1q_u32(kept, keep);
+    int n = 0;
+    for (int i = 0; i < 4; ++i) {
+      values[n] = lanes[i];
+      columns[n] = static_cast<uint8_t>(column + i);
+      n += kept[i] != 0 ? 1 : 0;
+    }
+    return n;
+  }
   static constexpr bool kTransposesHalves = false;
   static void store_f16(void* p, F x) {
     vst1_u16(static_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(x)));

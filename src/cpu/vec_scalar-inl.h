@@ -7,6 +7,7 @@
 
 #include "cpu/constants.h"
 #include "cpu/kernels.h"
+#include "cpu/sparse_hash.h"
 
 namespace {
 
@@ -69,6 +70,15 @@ struct ScalarVec {
   }
   static void stream_line(void* p, const void* from) { std::memcpy(p, from, 64); }
   static void publish() {}
+  static constexpr bool kCompresses = false;
+  // Of the lanes of e those with u * threshold < e, and their columns, one behind the other; at
+  // least kLanes elements of both may be written. Returns how many.
+  static int collect(F e, const uint32_t* vocab_hash, uint32_t token_hash, float threshold,
+                     int column, float* values, uint8_t* columns) {
+    *values = e;
+    *columns = static_cast<uint8_t>(column);
+    return logitless::cpu::uniform_of(token_hash, *vocab_hash) * threshold < e ? 1 : 0;
+  }
   static constexpr bool kTransposesHalves = false;
   static void store_f16(void* p, F x) {
     *static_cast<logitless::float16*>(p) = logitless::float16(x);

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plan of a sparse gradient (sparse_pass.h): blocks, capacities, workspace.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "plan.h"
+
+namespace logitless {
+inline namespace LOGITLESS_ABI_NAMESPACE {
+
+struct SparsePlanData {
+  Shape shape;
+  Target target;
+  double tolerance = 0;
+  std::optional<GradientOutput> grad_input, grad_weight;
+  // Of a block of rows; collects candidates.
+  ForwardPlanData forward;
+  int64_t block_rows() const { return forward.token_block; }
+  // Rows whose kept elements are in memory together; grad_weight is summed from group to group.
+  int64_t group_rows = 0;
+  int64_t groups() const { return ceil_div(std::max<int64_t>(1, shape.BT), group_rows); }
+  int64_t row_capacity = 0;     // kept elements of a row; a row of more is treated densely
+  int64_t thread_capacity = 0;  // candidates that a thread collects of a block
+  // Segments that one thread takes at most: of each of the four rounds one more than its share.
+  int64_t most_segments(int64_t threads) const {
+    return std::min(segments(), segments() / threads + 4);
+  }
+  static constexpr int64_t kSlack = 2 * cpu::kSegmentColumns;  // behind the last candidate
+  // Rows of which everything can be collected, whatever they look like, on at most as many threads
+  // as were planned.
+  int64_t certain_rows(int64_t threads) const {
+    const int64_t capacity = target.threads * thread_capacity / threads - kSlack;
+    return std::max<int64_t>(1, capacity / (most_segments(threads) * cpu::kSegmentColumns));
+  }
+  // Every so many vocabulary rows one is looked at beforehand; 0: none.
+  int64_t sample_stride = 0;
+  int64_t sample_rows() const { return sample_stride == 0 ? 0 : ceil_div(shape.V, sample_stride); }
+  // More than this expected share of a row kept: it is treated densely.
+  static constexpr double kDenseShare = 0.1;
+  // The same by the sample, which misses some of the largest values and so takes others for larger
+  // than they are.
+  static constexpr double kFlatShare = 0.25;
+  static constexpr int64_t kEntries = int64_t{1} << 15;  // of grad_weight, sorted at a time
+  int64_t entries() const { return std::max(kEntries, group_rows); }
+  static constexpr int kGathered = 16;  // rows without unit stride, gathered at a time
+  // Columns of H that a product walks over, so that the other operand's rows stay in L2.
+  int64_t input_slice = 0, weight_slice = 0;
+  Accumulator grad_weight_accumulator = Accumulator::none;
+  int64_t segments() const { return ceil_div(shape.V, cpu::kSegmentColumns); }
+  // Workspace offsets in bytes.
+  int64_t forward_base = 0;
+  int64_t values = 0, columns = 0, used = 0, chunks = 0;
+  int64_t kept_values = 0, kept_columns = 0;  // [group_rows][row_capacity]
+  int64_t kept_begin = 0;                     // [segments + 1][group_rows] i32
+  int64_t pending = 0, block = 0;             // [group_rows], [block_rows()] i64
+  int64_t grad_input_sums = 0;                // [block_rows()][H] f32
+  int64_t grad_weight_sums = 0;               // [V][H] f32
+  int64_t scratch = 0, scratch_stride = 0;
+  int64_t workspace_bytes = 0;
+};
+
+// Loss and gradient: the sparse rows, then the others in one pass, over one workspace.
+struct SparseStepPlanData {
+  SparsePlanData sparse;
+  LossAndGradientPlanData exact;
+  LossAndGradientPlanData after;  // adds to the grad_weight of sparse rows
+  int64_t kinds = 0, rows = 0;    // [BT] RowKind, i64
+  int64_t statistics = 0;         // [3][BT] f32
+  int64_t passes = 0;             // the workspace of either
+};
+
+// A gradient from given statistics: the same.
+struct SparseGradientPlanData {
+  SparsePlanData sparse;
+  std::optional<GradientPlan> exact, after;
+  int64_t kinds = 0, rows = 0;  // [BT]
+  int64_t counts = 0;           // [BT] u8: rows left to the exact pass
+  int64_t targets = 0;          // [BT] i64
+  int64_t statistics = 0;       // [3][BT] f32, of the forward
+  int64_t passes = 0;
+};
+
+// Fill plan.sparse and plan.workspace_bytes.
+Result<void> plan_sparse(LossAndGradientPlanData& plan, const PlanOptions& options);
+Result<void> plan_sparse(GradientPlanData& plan, const PlanOptions& options);
+
+// What a limit allows; the least bytes possible where it allows nothing.
+bool choose_sparse(SparsePlanData& plan, int64_t limit_bytes, int64_t& least_bytes);
+std::string sparse_text(const SparsePlanData& plan);
+
+}  // namespace LOGITLESS_ABI_NAMESPACE
+}  // namespace logitless
