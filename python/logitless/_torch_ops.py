@@ -63,9 +63,18 @@ def gradient_output(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised. Every training step makes it anew; the pages of a large one would cost more than
     writing it, so they are kept for the next step."""
     if rows * cols * dtype.itemsize < _WORTH_KEEPING:
-        return torch.empty((rows, cols), dtype=dtype)
+        return torch.empty((rows, cols), dtype=dtype, device="cpu")
     kept: Tensor = _core.kept_matrix(rows, cols, DTYPES[dtype])
     return kept
+
+
+# Always on the CPU, whatever torch.set_default_device says: the core writes to them.
+def row_output(rows: int) -> Tensor:
+    return torch.empty(rows, dtype=F32_T, device="cpu")
+
+
+def nothing(dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 def new_output(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -157,9 +166,9 @@ def _forward(
     V = weight.shape[0]
     mode = settled_mode(mode, V, H, input.dtype, bf16, grad_input, grad_weight, workspace_limit)
     multiply = BF16 if bf16 else None
-    loss, logsumexp, logits_max, sum_exp_logits = (torch.empty(BT, dtype=F32_T) for _ in range(4))
+    loss, logsumexp, logits_max, sum_exp_logits = (row_output(BT) for _ in range(4))
     rows_v = [vector(r) for r in (loss, logsumexp, logits_max, sum_exp_logits)]
-    predicted = torch.empty(BT, dtype=F32_T)
+    predicted = row_output(BT)
     in_m, weight_m, target_v = matrix(input), matrix(weight), vector(target)
     weights_v = optional_vector(token_weights)
     opts = options(workspace_limit)
@@ -182,11 +191,11 @@ def _forward(
     else:
         counts = None
         if count < BT:
-            marks = torch.empty(BT, dtype=torch.uint8)
+            marks = torch.empty(BT, dtype=torch.uint8, device="cpu")
             counts = vector(marks)
             _core.mark_rows(target_v, ignore_index, counts)
         if mode == STORE_SOFTMAX:
-            softmax = torch.empty((BT, V), dtype=F32_T)
+            softmax = torch.empty((BT, V), dtype=F32_T, device="cpu")
         softmax_m = None if softmax is None else matrix(softmax)
         _core.forward(
             in_m, weight_m, target_v, 0, V, ignore_index, None, multiply, 0, rows_v[2], rows_v[3],
@@ -201,11 +210,11 @@ def _forward(
         if reduction != "none":
             total = _core.weighted_total(rows_v[0], target_v, ignore_index, weights_v, divisor)
     return (
-        torch.tensor(total, dtype=F32_T),
+        torch.tensor(total, dtype=F32_T, device="cpu"),
         loss, logsumexp, logits_max, sum_exp_logits,
-        torch.empty(0, dtype=held) if held_input is None else held_input,
-        torch.empty(0, dtype=held) if held_weight is None else held_weight,
-        torch.empty(0, dtype=F32_T) if softmax is None else softmax,
+        nothing(held) if held_input is None else held_input,
+        nothing(held) if held_weight is None else held_weight,
+        nothing(F32_T) if softmax is None else softmax,
     )  # fmt: skip
 
 
@@ -280,8 +289,8 @@ def _backward(
         out_input, out_weight,
     )  # fmt: skip
     return (
-        torch.empty(0, dtype=input.dtype) if out_input is None else out_input,
-        torch.empty(0, dtype=input.dtype) if out_weight is None else out_weight,
+        nothing(input.dtype) if out_input is None else out_input,
+        nothing(input.dtype) if out_weight is None else out_weight,
     )
 
 
@@ -311,7 +320,7 @@ def run_backward(
         return
     V = weight.shape[0]
     target_v = vector(target)
-    grad = torch.empty(input.shape[0], dtype=F32_T)
+    grad = row_output(input.shape[0])
     count = 0
     if normalizer is None and reduction == "mean":
         count = _core.count_rows(target_v, V, ignore_index)
@@ -424,6 +433,8 @@ def scale_held(held: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     """held * grad, in place where the tensors are real and the type stays."""
     if type(held) is not Tensor or type(grad) is not Tensor or torch.compiler.is_compiling():
         return (held * grad).to(dtype)
+    # Without its version: what is done to the gradient must not spoil what is saved for a second backward.
+    held = held.data
     if held.dtype is not dtype:
         return gradient_output(held.shape[0], held.shape[1], dtype).copy_(held.mul_(grad))
     return held if grad.item() == 1.0 else held.mul_(grad)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _core
-from ._torch_ops import AUTO, gradient_output, options, run_backward, vector
+from ._torch_ops import AUTO, gradient_output, options, row_output, run_backward, vector
 from ._torch_ops import matrix as _matrix
 from ._types import BF16
 from .torch import _operands, linear_cross_entropy
@@ -307,9 +307,9 @@ class _PerToken(torch.autograd.Function):
         BT, V = input.shape[0], weight.shape[0]
         _core.count_rows(vector(target), V, -100)
         loss, entropy, logits_max, sum_exp_logits, predicted = (
-            torch.empty(BT, dtype=torch.float32) for _ in range(5)
+            row_output(BT) for _ in range(5)
         )
-        logits = torch.empty((min(BT, _TOKENS_AT_ONCE), V), dtype=torch.float32)
+        logits = torch.empty((min(BT, _TOKENS_AT_ONCE), V), dtype=torch.float32, device="cpu")
         for begin in range(0, BT, _TOKENS_AT_ONCE):
             at = slice(begin, min(begin + _TOKENS_AT_ONCE, BT))
             z = logits[: at.stop - begin]

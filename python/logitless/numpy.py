@@ -111,8 +111,9 @@ def forward(
     im, wm, tv = matrix("input", i), matrix("weight", w), vector("target", t)
     _same_type(i, w)
     BT, V = i.shape[0], w.shape[0]
+    c = _counts(counts)
     made = _Outputs(out, ("logits_max", "sum_exp_logits", "predicted_logits", "target_mask",
-                          "masked_target", "logits"), input=i, weight=w, target=t)  # fmt: skip
+                          "masked_target", "logits"), input=i, weight=w, target=t, counts=c)  # fmt: skip
     stats = [made.array(n, (BT,), F32) for n in ("logits_max", "sum_exp_logits", "predicted_logits")]
     target_mask = made.array("target_mask", ((BT + 7) // 8,), U8, kinds=(U8, BOOL))
     masked_target = made.array("masked_target", (BT,), t.dtype if t.dtype in (I32, I64) else I64)
@@ -124,7 +125,7 @@ def forward(
     _core.forward(
         im, wm, tv, integer("vocab_start_index", vocab_start_index),
         _optional_integer("vocab_end_index", vocab_end_index),
-        _optional_integer("ignore_index", ignore_index), _counts(counts),
+        _optional_integer("ignore_index", ignore_index), _optional_vector("counts", c),
         _multiply(multiply), choice("logits_rounding", logits_rounding, LOGITS_ROUNDING),
         top, sums, hit,
         mask("target_mask", target_mask, BT), vector("masked_target", masked_target),
@@ -141,17 +142,17 @@ def merge(shards: Sequence[Statistics], *, out: Mapping[str, Any] | None = None)
     if len(shards) == 0:
         raise ValueError("shards: none came, must be at least one")
     views: list[Any] = []
+    keep: list[Array] = []
     BT = 0
     for r, shard in enumerate(shards):
         arrays = _statistics(f"shards[{r}]", shard)
         if r == 0:
             BT = arrays[0].shape[0] if arrays[0].shape else 0
-        target_mask = view(f"shards[{r}].target_mask", shard.target_mask)
-        views.append((
-            *_vectors([f"shards[{r}].{n}" for n in Statistics._fields], arrays),
-            mask(f"shards[{r}].target_mask", target_mask, BT),
-        ))  # fmt: skip
-    made = _Outputs(out, Statistics._fields[:4])
+        arrays.append(view(f"shards[{r}].target_mask", shard.target_mask))
+        names = [f"shards[{r}].{n}" for n in Statistics._fields[:4]]
+        keep += arrays
+        views.append((*_vectors(names[:3], arrays[:3]), mask(names[3], arrays[3], BT)))
+    made = _Outputs(out, Statistics._fields[:4])  # may be the very arrays of a shard
     stats = [made.array(n, (BT,), F32) for n in Statistics._fields[:3]]
     target_mask = made.array("target_mask", ((BT + 7) // 8,), U8, kinds=(U8, BOOL))
     top, sums, hit = _vectors(Statistics._fields, stats)
@@ -176,6 +177,7 @@ def loss(
     arrays = _statistics("", statistics)
     top, sums, hit = _vectors(Statistics._fields, arrays)
     BT = arrays[0].shape[0]
+    c = _counts(counts)
     made = _Outputs(out, Loss._fields)
     values = made.array("loss", (BT,), F32)
     logsumexp = made.array("logsumexp", (BT,), F32)
@@ -185,7 +187,8 @@ def loss(
         logits_view = view("logits", logits, bf16=True)
         softmax = made.array("softmax", logits_view.shape, F32)
     _core.loss(
-        top, sums, hit, None if logits_view is None else matrix("logits", logits_view), _counts(counts),
+        top, sums, hit, None if logits_view is None else matrix("logits", logits_view),
+        _optional_vector("counts", c),
         vector("loss", values), vector("logsumexp", logsumexp),
         None if softmax is None else matrix("softmax", softmax), _options(threads, isa, 0),
     )  # fmt: skip
@@ -226,26 +229,26 @@ def gradient(
     im, wm = matrix("input", i), matrix("weight", w)
     _same_type(i, w)
     BT = i.shape[0]
-    made = _Outputs(out, Gradient._fields, input=i, weight=w, grad=g, masked_target=t)
+    row_arrays = {
+        name: None if array is None else view(name, array, kinds=(F32,))
+        for name, array in (("grad_logsumexp", grad_logsumexp), ("logits_max", logits_max),
+                            ("sum_exp_logits", sum_exp_logits))
+    }  # fmt: skip
+    c = _counts(counts)
+    mask_view = None if target_mask is None else view("target_mask", target_mask)
+    softmax_view = None if softmax is None else view("softmax", softmax, kinds=(F32,))
+    made = _Outputs(out, Gradient._fields, input=i, weight=w, grad=g, masked_target=t, counts=c,
+                    target_mask=mask_view, softmax=softmax_view, **row_arrays)  # fmt: skip
     gi = _gradient_output(made, "grad_input", grad_input, i.shape, i.dtype, input)
     gw = _gradient_output(made, "grad_weight", grad_weight, w.shape, i.dtype, weight)
     add = _accumulate(accumulate, made)
-    keep: list[Array] = []
-
-    def optional_vector(name: str, array: Any) -> Any:
-        if array is None:
-            return None
-        keep.append(view(name, array, kinds=(F32,)))
-        return vector(name, keep[-1])
-
-    mask_view = None if target_mask is None else view("target_mask", target_mask)
-    softmax_view = None if softmax is None else view("softmax", softmax, kinds=(F32,))
+    lse, top, sums = (_optional_vector(name, array) for name, array in row_arrays.items())
     _core.gradient(
-        vector("grad", g), optional_vector("grad_logsumexp", grad_logsumexp), im, wm,
+        vector("grad", g), lse, im, wm,
         None if mask_view is None else mask("target_mask", mask_view, BT),
-        vector("masked_target", t), optional_vector("logits_max", logits_max),
-        optional_vector("sum_exp_logits", sum_exp_logits),
-        None if softmax_view is None else matrix("softmax", softmax_view), _counts(counts),
+        vector("masked_target", t), top, sums,
+        None if softmax_view is None else matrix("softmax", softmax_view),
+        _optional_vector("counts", c),
         _multiply(multiply), choice("logits_rounding", logits_rounding, LOGITS_ROUNDING),
         None if gi is None else matrix("grad_input", gi), add[0],
         None if gw is None else matrix("grad_weight", gw), add[1],
@@ -285,15 +288,16 @@ def loss_and_gradient(
     BT = i.shape[0]
     names = ("loss", "logits_max", "sum_exp_logits", "predicted_logits")
     weights = None if token_weights is None else view("token_weights", token_weights, kinds=(F32,))
+    c = _counts(counts)
     made = _Outputs(out, (*names, "grad_input", "grad_weight"), input=i, weight=w, target=t,
-                    token_weights=weights)  # fmt: skip
+                    token_weights=weights, counts=c)  # fmt: skip
     rows = [made.array(n, (BT,), F32) for n in names]
     gi = _gradient_output(made, "grad_input", grad_input, i.shape, i.dtype, input)
     gw = _gradient_output(made, "grad_weight", grad_weight, w.shape, i.dtype, weight)
     add = _accumulate(accumulate, made)
     losses, top, sums, hit = _vectors(names, rows)
     total = _core.loss_and_gradient(
-        im, wm, tv, _optional_integer("ignore_index", ignore_index), _counts(counts),
+        im, wm, tv, _optional_integer("ignore_index", ignore_index), _optional_vector("counts", c),
         None if weights is None else vector("token_weights", weights), _number("normalizer", normalizer),
         _multiply(multiply), choice("strategy", strategy, STRATEGY),
         losses, top, sums, hit,
@@ -410,6 +414,7 @@ class _Outputs:
             raise TypeError(f"out is a {type(out).__name__}, must be a dict of arrays by name")
         self.given: dict[str, Any] = dict(out or {})
         self.inputs = {n: a for n, a in inputs.items() if a is not None} if out else {}
+        self.written: dict[str, Array] = {}
         for name in self.given:
             if name not in names:
                 raise ValueError(f"out: {name!r} came, must be one of {', '.join(names)}")
@@ -429,6 +434,10 @@ class _Outputs:
         for other, read in self.inputs.items():
             if overlap(found, read):
                 raise ValueError(f"out[{name!r}]: lies in the memory of {other}, which is read meanwhile")
+        for other, written in self.written.items():
+            if overlap(found, written):
+                raise ValueError(f"out[{name!r}]: lies in the memory of out[{other!r}]")
+        self.written[name] = found
         return found._replace(owner=array)
 
 
@@ -484,8 +493,13 @@ def _statistics(of: str, statistics: Any) -> list[Array]:
     return [view(dot + n, a, kinds=(F32,)) for n, a in zip(Statistics._fields[:3], statistics)]
 
 
-def _counts(counts: Any) -> tuple[int, int, int, int] | None:
-    return None if counts is None else vector("counts", view("counts", counts, kinds=(U8, BOOL)))
+def _counts(counts: Any) -> Array | None:
+    return None if counts is None else view("counts", counts, kinds=(U8, BOOL))
+
+
+def _optional_vector(name: str, array: Array | None) -> tuple[int, int, int, int] | None:
+    """Addresses alone keep nothing alive: who calls must hold the array, which may be a copy."""
+    return None if array is None else vector(name, array)
 
 
 def _optional_integer(name: str, value: Any) -> int | None:

@@ -103,6 +103,7 @@ def linear_cross_entropy(
     limit = 0 if workspace_limit is None else integer("workspace_limit", workspace_limit, 0)
     ignored = -100 if ignore_index is None else integer("ignore_index", ignore_index)
     _check_tensors(input, linear_weight, target)
+    parameter = linear_weight
     input, linear_weight, bf16 = _operands(input, linear_weight)
 
     BT = math.prod(input.shape[:-1])
@@ -119,7 +120,7 @@ def linear_cross_entropy(
     grad_weight = recording and linear_weight.requires_grad
     if main_grad and grad_weight:
         return _with_main_grad(
-            flat_input, linear_weight, flat_target, target.shape, token_weights, normalizer,
+            flat_input, linear_weight, parameter, flat_target, target.shape, token_weights, normalizer,
             reduction, ignored, mode, bf16, limit, return_logsumexp,
         )  # fmt: skip
     if mode == AUTO:
@@ -223,6 +224,9 @@ def _operands(
     input: Tensor, linear_weight: Tensor, weight_name: str = "linear_weight"
 ) -> tuple[Tensor, Tensor, bool]:
     """The operands of one type, and whether float32 ones are multiplied as bfloat16."""
+    if not torch.compiler.is_compiling() and (input.is_neg() or linear_weight.is_neg()):
+        # Views like .conj().imag, whose memory holds the opposite sign.
+        input, linear_weight = input.resolve_neg(), linear_weight.resolve_neg()
     if torch.is_autocast_enabled("cpu"):
         autocast = torch.get_autocast_dtype("cpu")
         if autocast is torch.bfloat16:
@@ -249,11 +253,17 @@ def _token_weights(token_weights: Tensor, target: Tensor) -> Tensor:
             f"token_weights: shape is {list(token_weights.shape)}, must be target's "
             f"{list(target.shape)}"
         )
+    if token_weights.device.type != target.device.type:
+        raise ValueError(
+            f"token_weights is on {token_weights.device}, must be on {target.device} like target"
+        )
     if token_weights.requires_grad:
         raise NotImplementedError(
             "token_weights requires a gradient, which is not supported: detach it, or multiply the "
             'losses of reduction="none" by it'
         )
+    if not torch.compiler.is_compiling() and token_weights.is_neg():
+        token_weights = token_weights.resolve_neg()
     return token_weights.to(torch.float32)
 
 
@@ -273,7 +283,7 @@ def _normalizer(normalizer: Union[float, Tensor]) -> Tensor:
         return normalizer.reshape(())
     if isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
         raise TypeError(f"normalizer is a {type(normalizer).__name__}, must be a number or a tensor")
-    return torch.tensor(float(normalizer), dtype=torch.float64)
+    return torch.tensor(float(normalizer), dtype=torch.float64, device="cpu")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -284,7 +294,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _with_main_grad(
-    input: Tensor, linear_weight: Tensor, target: Tensor, shape: Any,
+    input: Tensor, linear_weight: Tensor, parameter: Tensor, target: Tensor, shape: Any,
     token_weights: Optional[Tensor], normalizer: Optional[Tensor], reduction: str,
     ignore_index: int, mode: str, bf16: bool, limit: int, return_logsumexp: bool,
 ) -> Any:  # fmt: skip
@@ -297,11 +307,11 @@ def _with_main_grad(
             'mode is "one_pass" with main_grad, must be "recompute", "store_softmax" or "auto": what '
             "is added to main_grad is known in the backward only"
         )
-    _check_main_grad(linear_weight, "linear_weight")
+    _check_main_grad(parameter, "linear_weight")
     mode = STORE_SOFTMAX if mode == STORE_SOFTMAX else RECOMPUTE
     total, loss, logsumexp = _MainGrad.apply(
         input, linear_weight, target, None if reduction == "none" else token_weights, normalizer,
-        reduction, ignore_index, mode, bf16, limit,
+        reduction, ignore_index, mode, bf16, limit, parameter,
     )  # fmt: skip
     if reduction == "none":
         if token_weights is not None:
@@ -330,7 +340,7 @@ class _MainGrad(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, input: Tensor, linear_weight: Tensor, target: Tensor,
         token_weights: Optional[Tensor], normalizer: Optional[Tensor], reduction: str,
-        ignore_index: int, mode: str, bf16: bool, limit: int,
+        ignore_index: int, mode: str, bf16: bool, limit: int, parameter: Tensor,
     ) -> Any:  # fmt: skip
         total, loss, logsumexp, logits_max, sum_exp_logits, _, _, softmax = (
             torch.ops.logitless.linear_cross_entropy.default(
@@ -344,7 +354,7 @@ class _MainGrad(torch.autograd.Function):
             softmax,
         )  # fmt: skip
         ctx.settings = (reduction, ignore_index, mode, bf16, limit)
-        ctx.parameter = linear_weight
+        ctx.parameter = parameter  # linear_weight may be a copy of it in autocast's type
         return total, loss, logsumexp
 
     @staticmethod
@@ -365,7 +375,7 @@ class _MainGrad(torch.autograd.Function):
                     ctx.parameter.main_grad, (False, True),
                 )  # fmt: skip
             ctx.parameter.grad_added_to_main_grad = True
-        return (*refuse_double_backward((*upstream, input), (grad_input, None)), *(None,) * 8)
+        return (*refuse_double_backward((*upstream, input), (grad_input, None)), *(None,) * 9)
 
 
 # ---- the module ---------------------------------------------------------------------------------

@@ -242,6 +242,45 @@ def test_outputs_in_the_memory_of_what_is_read_are_refused():
     np.testing.assert_array_equal(beside.grad_input, ln.loss_and_gradient(x, w, t).grad_input)
 
 
+def test_outputs_in_each_other_s_memory_are_refused():
+    x, w, t = case(10, 10, 3)
+    one = np.zeros((10, 3), np.float32)
+    with pytest.raises(ValueError, match=r"out\['grad_weight'\]: lies in the memory of out\['grad_input'\]"):
+        ln.loss_and_gradient(x, w, t, out={"grad_input": one, "grad_weight": one})
+    rows = np.zeros(15, np.float32)
+    with pytest.raises(ValueError, match=r"out\['sum_exp_logits'\]: lies in the memory of out\['logits_max'\]"):
+        ln.forward(x, w, t, out={"logits_max": rows[:10], "sum_exp_logits": rows[5:]})
+
+
+def test_merged_statistics_may_take_the_place_of_a_shard_s():
+    x, w, t = case(9, 30, 8)
+    shards = [ln.forward(x, w[a:b], t, vocab_start_index=a) for a, b in ((0, 13), (13, 30))]
+    apart = ln.merge(shards)
+    first = shards[0]
+    merged = ln.merge(shards, out=dict(zip(first._fields[:4], first[:4])))
+    assert merged.logits_max is first.logits_max
+    for found, value in zip(merged[:4], apart[:4]):
+        np.testing.assert_array_equal(found, value)
+
+
+def test_copies_of_reversed_arrays_live_as_long_as_the_call():
+    # Negative strides are copied. Freed too early, large copies are unmapped: the core would fault.
+    BT = 1 << 18
+    x, w, t = np.ones((BT, 1), np.float32), rng.standard_normal((3, 1)).astype("f"), np.zeros(BT, np.int64)
+    counts = np.arange(BT) % 3 == 0
+    for call in (ln.forward, ln.loss_and_gradient):
+        turned = call(x, w, t, counts=counts[::-1])
+        plain = call(x, w, t, counts=np.ascontiguousarray(counts[::-1]))
+        np.testing.assert_array_equal(turned.sum_exp_logits, plain.sum_exp_logits)
+    s = [ln.forward(x, w[r : r + 1], t, vocab_start_index=r) for r in range(3)]
+    turned = [ln.Statistics(*(np.ascontiguousarray(a[::-1])[::-1] for a in one[:4])) for one in s]
+    for found, value in zip(ln.merge(turned)[:3], ln.merge(s)[:3]):
+        np.testing.assert_array_equal(found, value)
+    merged = ln.merge(s)
+    losses = ln.loss(merged, counts=counts[::-1]).loss
+    np.testing.assert_array_equal(losses == 0, ~counts[::-1])
+
+
 def test_read_only_outputs_are_refused():
     x, w, t = case(4, 10, 3)
     out = np.zeros(4, np.float32)

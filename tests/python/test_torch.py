@@ -367,6 +367,18 @@ def test_a_graph_that_is_retained_may_be_used_again_unless_one_pass_was_asked_fo
     judge(x, w, t, "bf16", 1 / 62)
 
 
+@pytest.mark.parametrize("factor", [1, 2])
+def test_what_is_done_to_a_gradient_does_not_spoil_a_graph_that_is_retained(factor):
+    x, w, t = case(64, 4000, 128, "bf16")
+    loss = linear_cross_entropy(x, w, t)
+    assert settled(loss) == "one_pass"
+    (loss * factor).backward(retain_graph=True)
+    for tensor in (x, w):
+        tensor.grad.zero_()  # as zero_grad(set_to_none=False), clipping and averaging do, in place
+    (loss * factor).backward()
+    judge(x, w, t, "bf16", factor / 62)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_double_backward_is_refused_in_words(mode):
     x, w, t = case()
@@ -395,6 +407,35 @@ def test_no_copy_of_a_contiguous_operand(monkeypatch):
         assert arguments[0][0] == x.data_ptr() and arguments[1][0] == w.data_ptr()
         assert arguments[2][0] == t.data_ptr()
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_views_whose_memory_holds_the_opposite_sign(mode):
+    x, w, t = case()
+    linear_cross_entropy(x, w, t, mode=mode).backward()
+
+    def turned(tensor):
+        view = torch.complex(torch.zeros(tensor.shape), -tensor.detach()).conj().imag
+        assert view.is_neg()
+        return view
+
+    for change in ({"input": turned(x).requires_grad_()}, {"linear_weight": turned(w).requires_grad_()},
+                   {"token_weights": turned(torch.ones(13))}):  # fmt: skip
+        operands = {"input": x.detach().requires_grad_(), "linear_weight": w.detach().requires_grad_(), **change}
+        linear_cross_entropy(**operands, target=t, mode=mode, normalizer=11).backward()
+        torch.testing.assert_close(operands["input"].grad, x.grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(operands["linear_weight"].grad, w.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_default_device_changes_nothing(mode):
+    x, w, t = case()
+    plain = linear_cross_entropy(x, w, t, mode=mode)
+    with torch.device("meta"):
+        loss = linear_cross_entropy(x, w, t, mode=mode, normalizer=11.0)
+        loss.backward()
+    assert loss == plain
+    judge(x, w, t, "f32", 1 / 11)
 
 
 def test_without_gradients_nothing_is_held():
@@ -487,6 +528,19 @@ def test_main_grad_is_added_to_in_place(dtype, mode):
     assert_within("main_grad", added.double().numpy(), e.grad_weight, e.allowed_grad_weight + onto_one)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_main_grad_under_autocast_is_that_of_the_parameter(dtype):
+    x, w, t = case()
+    w.main_grad = torch.zeros(w.shape)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = linear_cross_entropy(x, w, t, main_grad=True)
+    loss.backward()
+    assert w.grad is None and w.grad_added_to_main_grad
+    with torch.autocast("cpu", dtype=dtype):
+        linear_cross_entropy(x, w, t, mode="recompute").backward()
+    torch.testing.assert_close(w.main_grad, w.grad, rtol=1e-2, atol=1e-5)
+
+
 def test_main_grad_errors():
     x, w, t = case()
     with pytest.raises(ValueError, match="linear_weight.main_grad is missing"):
@@ -565,6 +619,7 @@ def test_results_do_not_depend_on_torch_s_threads():
         (ValueError, r"linear_weight: shape is \[64\], must be \[V, H\]", {"linear_weight": torch.zeros(64)}),
         (ValueError, r"input: shape is \[\], must be", {"input": torch.tensor(1.0)}),
         (ValueError, r"token_weights: shape is \[3\]", {"token_weights": torch.zeros(3)}),
+        (ValueError, "token_weights is on meta, must be on cpu like target", {"token_weights": torch.ones(13, device="meta")}),
         (TypeError, "token_weights is a list", {"token_weights": [1.0] * 13}),
         (NotImplementedError, "token_weights requires a gradient", {"token_weights": torch.ones(13, requires_grad=True)}),
         (TypeError, "normalizer is a str", {"normalizer": "x"}),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +89,19 @@ def test_bench_compares_with_torch_s_own(tmp_path):
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert words.returncode == 0 and words.stdout.startswith("CPU only")
+
+
+@pytest.mark.slow
+def test_the_example_plots_memory_and_time_against_the_tokens(tmp_path):
+    example = Path(__file__).parents[2] / "examples/python/memory_and_time.py"
+    picture = tmp_path / "lines.svg"
+    done = subprocess.run(
+        [sys.executable, example, "--tokens", "8,16", "--vocab", "200", "--hidden", "32", "--seconds", "0.1", "--out", picture],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("BT = ") == 6 and "left out" not in done.stdout
+    assert picture.read_text().startswith("<svg")
 
 
 def test_a_contender_that_fails_is_left_out_with_its_reason():

@@ -19,6 +19,7 @@ from ..numpy import (
     _number,
     _operand,
     _optional_integer,
+    _optional_vector,
     _options,
     _Outputs,
     _same_type,
@@ -74,8 +75,9 @@ def vocab_parallel_loss_and_gradient(
         _same_type(i, w)
         BT = t.shape[0]
         weights = None if token_weights is None else view("token_weights", token_weights, kinds=(F32,))
+        c = _counts(counts)
         made = _Outputs(out, (*_ROWS, "grad_input", "grad_weight"), input=i, weight_shard=w, target=t,
-                        token_weights=weights)  # fmt: skip
+                        token_weights=weights, counts=c)  # fmt: skip
         rows = [made.array(n, (BT,), F32) for n in _ROWS]
         gi = _gradient_output(made, "grad_input", grad_input, i.shape, i.dtype, input)
         gw = _gradient_output(made, "grad_weight", grad_weight, w.shape, i.dtype, weight_shard)
@@ -84,7 +86,8 @@ def vocab_parallel_loss_and_gradient(
         run = partial(
             _core.vocab_parallel, transport, im, wm, tv,
             None if vocab_start is None else integer("vocab_start", vocab_start, 0, MOST_ROWS),
-            bool(sequence_parallel), _optional_integer("ignore_index", ignore_index), _counts(counts),
+            bool(sequence_parallel), _optional_integer("ignore_index", ignore_index),
+            _optional_vector("counts", c),
             None if weights is None else vector("token_weights", weights),
             _number("normalizer", normalizer), _multiply(multiply), (gi is not None, gw is not None),
             None, losses, top, sums, hit,

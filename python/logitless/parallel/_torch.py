@@ -24,6 +24,7 @@ from .._torch_ops import (
     optional_vector,
     options,
     refuse_double_backward,
+    row_output,
     scale_held,
     vector,
 )
@@ -279,7 +280,7 @@ def _forward(
 ) -> _Forward:
     with all_told(call.transport):
         loss, logits_max, sum_exp_logits = (
-            torch.empty(target.shape[0], dtype=F32_T) for _ in range(3)
+            row_output(target.shape[0]) for _ in range(3)
         )
         held: tuple[Optional[Tensor], Optional[Tensor]] = (None, None)
         if call.mode != RECOMPUTE:
@@ -293,7 +294,7 @@ def _forward(
             _STRATEGIES[call.mode], call.mode == AUTO, options(call.limit),
         )  # fmt: skip
     total, start, with_gradients = run()
-    out = loss if call.reduction == "none" else torch.tensor(total, dtype=F32_T)
+    out = loss if call.reduction == "none" else torch.tensor(total, dtype=F32_T, device="cpu")
     return _Forward(
         out, logits_max, sum_exp_logits, start,
         held if call.mode != RECOMPUTE and with_gradients else None,
@@ -347,7 +348,7 @@ def _backward(
     main = None if call.parameter is None else call.parameter.main_grad
     with all_told(call.transport), torch.no_grad():
         each = grad.to(F32_T).contiguous() if call.reduction == "none" else None
-        factors = torch.empty(target.shape[0], dtype=F32_T)
+        factors = row_output(target.shape[0])
         _core.token_gradients(
             vector(target), call.ignore_index, 0.0 if each is not None else float(grad),
             optional_vector(token_weights), call.divisor, optional_vector(each), vector(factors),
