@@ -16,6 +16,7 @@ import importlib as _importlib
 from typing import TYPE_CHECKING, Any
 
 from ._core import __version__
+from ._sparse import SparseCounts, sparse_counts
 from ._threads import (
     empty_cache,
     get_num_threads,
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LinearCrossEntropyLoss",
+    "SparseCounts",
     "__version__",
     "empty_cache",
     "get_num_threads",
     "info",
     "linear_cross_entropy",
     "set_num_threads",
+    "sparse_counts",
 ]
 
 _suggest_openmp()

@@ -10,7 +10,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from . import __version__, _core, info
+from . import __version__, _core, info, sparse_counts
+from ._sparse import tolerance
 from ._types import NUMBERS, STRATEGY
 
 
@@ -37,7 +38,7 @@ def _run_plan(arguments: Any) -> int:
     for kind in ("forward", "gradient", "step"):
         text, _, _ = _core.plan_text(
             kind, BT, V, H, dtype, None, STRATEGY[arguments.strategy], True, True, dtype,
-            (arguments.threads, "", arguments.workspace_limit),
+            (arguments.threads, "", arguments.workspace_limit), tolerance(arguments.grad_tolerance),
         )  # fmt: skip
         print(text, end="")
     return 0
@@ -62,7 +63,8 @@ def _step(case: dict[str, Any], arguments: Any) -> Any:
     return ln.loss_and_gradient(
         case["input"], case["weight"], case["target"], ignore_index=case.get("ignore_index"),
         token_weights=case.get("grad"), strategy=arguments.strategy, threads=arguments.threads,
-        workspace_limit=arguments.workspace_limit,
+        workspace_limit=arguments.workspace_limit, grad_tolerance=getattr(arguments, "grad_tolerance", 0.0),
+        seed=getattr(arguments, "seed", 0),
     )  # fmt: skip
 
 
@@ -74,6 +76,10 @@ def _run_step(arguments: Any) -> int:
     rows = len(case["target"])
     print(f"loss {result.total:.6f} over {rows} tokens"
           + (", weighted by grad" if "grad" in case else ""))  # fmt: skip
+    counts = sparse_counts()
+    if arguments.grad_tolerance and counts is not None:
+        print(f"kept {counts.kept} of {counts.elements} elements of grad_logits "
+              f"({100 * counts.kept_share:.2f} %), {counts.dense_rows} of {counts.rows} rows exactly")  # fmt: skip
     if arguments.out:
         ln.save_case(arguments.out, loss=result.loss, grad_input=result.grad_input,
                      grad_weight=result.grad_weight)  # fmt: skip
@@ -133,16 +139,23 @@ def main(argv: Optional[list[str]] = None) -> int:
         sub.add_argument("--threads", type=int, default=0, help="at most so many; 0: the default")
         sub.add_argument("--workspace-limit", type=int, default=0, metavar="BYTES")
 
+    def add_tolerance(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--grad-tolerance", type=float, default=0.0, metavar="EPS",
+                         help="a sparse gradient, unbiased, of about this relative error; 0: exact")  # fmt: skip
+
     sub = commands.add_parser("plan", help="schedule, tiles and workspace for a shape")
     sub.add_argument("--shape", required=True, metavar="BT,V,H")
     sub.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16")
     add_run_options(sub)
+    add_tolerance(sub)
     sub.set_defaults(run=_run_plan)
 
     sub = commands.add_parser("run", help="loss and gradients of a case")
     sub.add_argument("case", metavar="CASE.safetensors")
     sub.add_argument("--out", metavar="FILE", help="loss, grad_input and grad_weight as safetensors")
     add_run_options(sub)
+    add_tolerance(sub)
+    sub.add_argument("--seed", type=int, default=0, help="of the sparse gradient's choice")
     sub.set_defaults(run=_run_step)
 
     sub = commands.add_parser("verify", help="loss and gradients of a case beside float64")

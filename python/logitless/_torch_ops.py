@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _core
+from ._sparse import for_core
 from ._threads import wanted_threads
 from ._types import BF16, F16, F32, I32, I64, U8
 
@@ -55,6 +56,15 @@ def packed_mask(t: Tensor, tokens: int) -> tuple[int, int, bool, int]:
     return (t.data_ptr(), tokens, t.dtype is torch.uint8, t.stride(0))
 
 
+def sparse(grad_tolerance: float, seed: Optional[Tensor]) -> Any:
+    """What the core takes of a sparse gradient, if it is one."""
+    if grad_tolerance == 0.0:
+        return ()
+    if seed is None:
+        raise ValueError(f"seed is None with grad_tolerance {grad_tolerance:g}, must be given")
+    return for_core(grad_tolerance, int(seed))
+
+
 def options(limit: int = 0) -> tuple[int, str, int]:
     return (wanted_threads(torch.get_num_threads()), "", limit)
 
@@ -95,16 +105,16 @@ _fits: dict[tuple[Any, ...], bool] = {}
 
 def fits_one_pass(
     BT: int, V: int, H: int, operand: torch.dtype, bf16: bool, grad_input: bool, grad_weight: bool,
-    limit: int,
+    limit: int, grad_tolerance: float = 0.0,
 ) -> bool:  # fmt: skip
-    key = (BT, V, H, operand, bf16, grad_input, grad_weight, limit, torch.get_num_threads(),
-           wanted_threads())  # fmt: skip
+    key = (BT, V, H, operand, bf16, grad_input, grad_weight, limit, grad_tolerance,
+           torch.get_num_threads(), wanted_threads())  # fmt: skip
     known = _fits.get(key)
     if known is None:
         held = DTYPES[held_dtype(operand)]
         known = _core.takes_one_pass(
             BT, V, H, DTYPES[operand], BF16 if bf16 else None, I64, held if grad_input else None,
-            held if grad_weight else None, options(limit),
+            held if grad_weight else None, options(limit), grad_tolerance,
         )  # fmt: skip
         if len(_fits) >= 1024:
             _fits.clear()
@@ -114,7 +124,7 @@ def fits_one_pass(
 
 def settled_mode(
     mode: str, V: int, H: int, operand: torch.dtype, bf16: bool, grad_input: bool,
-    grad_weight: bool, limit: int,
+    grad_weight: bool, limit: int, grad_tolerance: float = 0.0,
 ) -> str:  # fmt: skip
     """What "auto" means where the number of tokens is not known (while tracing): one pass if it
     fits for very many of them within what the limit is for very few."""
@@ -125,7 +135,9 @@ def settled_mode(
     if limit == 0:
         held = 2 if held_dtype(operand) is torch.bfloat16 else 4
         limit = max(256 << 20, int(1.25 * V * H * (operand.itemsize + held * grad_weight)))
-    fits = fits_one_pass(1 << 16, V, H, operand, bf16, grad_input, grad_weight, limit)
+    fits = fits_one_pass(
+        1 << 16, V, H, operand, bf16, grad_input, grad_weight, limit, grad_tolerance
+    )
     return ONE_PASS if fits else RECOMPUTE
 
 
@@ -136,7 +148,7 @@ _lib = torch.library.Library("logitless", "DEF")
 _lib.define(
     "linear_cross_entropy(Tensor input, Tensor weight, Tensor target, Tensor? token_weights, "
     "Tensor? normalizer, str reduction, int ignore_index, str mode, bool bf16, bool grad_input, "
-    "bool grad_weight, int workspace_limit) -> (Tensor total, Tensor loss, Tensor logsumexp, "
+    "bool grad_weight, int workspace_limit, float grad_tolerance, Tensor? seed) -> (Tensor total, Tensor loss, Tensor logsumexp, "
     "Tensor logits_max, Tensor sum_exp_logits, Tensor held_input, Tensor held_weight, "
     "Tensor softmax)"
 )
@@ -144,7 +156,8 @@ _lib.define(
     "linear_cross_entropy_backward(Tensor? grad_total, Tensor? grad_loss, Tensor? grad_logsumexp, "
     "Tensor input, Tensor weight, Tensor target, Tensor? token_weights, Tensor? normalizer, "
     "str reduction, int ignore_index, bool bf16, Tensor logits_max, Tensor sum_exp_logits, "
-    "Tensor? softmax, bool grad_input, bool grad_weight, int workspace_limit) -> (Tensor, Tensor)"
+    "Tensor? softmax, bool grad_input, bool grad_weight, int workspace_limit, float grad_tolerance, "
+    "Tensor? seed) -> (Tensor, Tensor)"
 )
 
 
@@ -161,10 +174,14 @@ def _forward(
     grad_input: bool,
     grad_weight: bool,
     workspace_limit: int,
+    grad_tolerance: float,
+    seed: Optional[Tensor],
 ) -> tuple[Tensor, ...]:
     BT, H = input.shape
     V = weight.shape[0]
-    mode = settled_mode(mode, V, H, input.dtype, bf16, grad_input, grad_weight, workspace_limit)
+    mode = settled_mode(
+        mode, V, H, input.dtype, bf16, grad_input, grad_weight, workspace_limit, grad_tolerance
+    )
     multiply = BF16 if bf16 else None
     loss, logsumexp, logits_max, sum_exp_logits = (row_output(BT) for _ in range(4))
     rows_v = [vector(r) for r in (loss, logsumexp, logits_max, sum_exp_logits)]
@@ -186,6 +203,7 @@ def _forward(
             rows_v[0], rows_v[2], rows_v[3], vector(predicted),
             None if held_input is None else matrix(held_input), False,
             None if held_weight is None else matrix(held_weight), False, opts,
+            *sparse(grad_tolerance, seed),
         )  # fmt: skip
         _core.row_logsumexp(target_v, ignore_index, rows_v[2], rows_v[3], rows_v[1])
     else:
@@ -240,12 +258,15 @@ def _forward_fake(
     grad_input: bool,
     grad_weight: bool,
     workspace_limit: int,
+    grad_tolerance: float,
+    seed: Optional[Tensor],
 ) -> tuple[Tensor, ...]:
     BT, H = input.shape
     V = weight.shape[0]
     if mode in (AUTO, AUTO_ONE_PASS):
         mode = settled_mode(
-            mode, int(V), int(H), input.dtype, bf16, grad_input, grad_weight, workspace_limit
+            mode, int(V), int(H), input.dtype, bf16, grad_input, grad_weight, workspace_limit,
+            grad_tolerance,
         )
     held = held_dtype(input.dtype) if mode == ONE_PASS else input.dtype
     return (
@@ -278,6 +299,8 @@ def _backward(
     grad_input: bool,
     grad_weight: bool,
     workspace_limit: int,
+    grad_tolerance: float,
+    seed: Optional[Tensor],
 ) -> tuple[Tensor, Tensor]:
     BT, H = input.shape
     V = weight.shape[0]
@@ -286,7 +309,7 @@ def _backward(
     run_backward(
         grad_total, grad_loss, grad_logsumexp, input, weight, target, token_weights, normalizer,
         reduction, ignore_index, bf16, logits_max, sum_exp_logits, softmax, workspace_limit,
-        out_input, out_weight,
+        out_input, out_weight, grad_tolerance=grad_tolerance, seed=seed,
     )  # fmt: skip
     return (
         nothing(input.dtype) if out_input is None else out_input,
@@ -313,6 +336,8 @@ def run_backward(
     out_input: Optional[Tensor],
     out_weight: Optional[Tensor],
     accumulate: tuple[bool, bool] = (False, False),
+    grad_tolerance: float = 0.0,
+    seed: Optional[Tensor] = None,
 ) -> None:
     """Gradients of grad_total * total + sum_b grad_loss[b] * loss[b] + grad_logsumexp[b] *
     logsumexp[b] into the tensors given."""
@@ -340,7 +365,7 @@ def run_backward(
         None if softmax is None else matrix(softmax), None, BF16 if bf16 else None, 0,
         None if out_input is None else matrix(out_input), accumulate[0],
         None if out_weight is None else matrix(out_weight), accumulate[1],
-        options(workspace_limit),
+        options(workspace_limit), *sparse(grad_tolerance, seed),
     )  # fmt: skip
 
 
@@ -362,6 +387,8 @@ def _backward_fake(
     grad_input: bool,
     grad_weight: bool,
     workspace_limit: int,
+    grad_tolerance: float,
+    seed: Optional[Tensor],
 ) -> tuple[Tensor, Tensor]:
     return (
         new_output(input, tuple(input.shape) if grad_input else (0,), input.dtype),
@@ -406,12 +433,12 @@ def refuse_double_backward(depends_on: tuple[Any, ...], gradients: tuple[Any, An
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     (input, weight, target, token_weights, normalizer, reduction, ignore_index, mode, bf16,
-     grad_input, grad_weight, limit) = inputs  # fmt: skip
+     grad_input, grad_weight, limit, grad_tolerance, seed) = inputs  # fmt: skip
     total, loss, logsumexp, logits_max, sum_exp_logits, held_input, held_weight, softmax = output
     ctx.by_name = mode == ONE_PASS
     mode = settled_mode(
         mode, int(weight.shape[0]), int(weight.shape[1]), input.dtype, bf16, grad_input,
-        grad_weight, limit,
+        grad_weight, limit, grad_tolerance,
     )  # fmt: skip
     ctx.set_materialize_grads(False)
     constants = [logits_max, sum_exp_logits, held_input, held_weight, softmax]
@@ -421,11 +448,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         constants.append(total)
     ctx.mark_non_differentiable(*constants)
     ctx.save_for_backward(
-        input, weight, target, token_weights, normalizer, logits_max, sum_exp_logits,
+        input, weight, target, token_weights, normalizer, seed, logits_max, sum_exp_logits,
         *((held_input, held_weight) if mode == ONE_PASS else ()),
         *((softmax,) if mode == STORE_SOFTMAX else ()),
     )  # fmt: skip
-    ctx.settings = (reduction, ignore_index, mode, bf16, grad_input, grad_weight, limit)
+    ctx.settings = (reduction, ignore_index, mode, bf16, limit, grad_tolerance)
     ctx.spent = False
 
 
@@ -441,19 +468,19 @@ def scale_held(held: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _autograd(ctx: Any, grad_total: Any, grad_loss: Any, grad_logsumexp: Any, *_: Any) -> Any:
-    reduction, ignore_index, mode, bf16, _, _, limit = ctx.settings
+    reduction, ignore_index, mode, bf16, limit, grad_tolerance = ctx.settings
     want_input, want_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-    nothing = (None,) * 10
+    others = (None,) * 12
     upstream = (grad_total, grad_loss, grad_logsumexp)
     if all(g is None for g in upstream):
-        return (None, None, *nothing)
+        return (None, None, *others)
     if ctx.spent and ctx.by_name:
         raise RuntimeError(
             "linear_cross_entropy: Trying to backward through the graph a second time, but "
             'mode="one_pass" made the gradients in the forward and has handed them over. Specify '
             'mode="recompute" if you need to backward through the graph a second time'
         )
-    (input, weight, target, token_weights, normalizer, logits_max, sum_exp_logits,
+    (input, weight, target, token_weights, normalizer, seed, logits_max, sum_exp_logits,
      *kept) = ctx.saved_tensors  # fmt: skip
     gradients: tuple[Any, Any] = (None, None)
     held = mode == ONE_PASS and not ctx.spent
@@ -471,14 +498,14 @@ def _autograd(ctx: Any, grad_total: Any, grad_loss: Any, grad_logsumexp: Any, *_
                 None if held else grad_total, grad_loss, grad_logsumexp, input, weight,
                 target, token_weights, normalizer, reduction, ignore_index, bf16, logits_max,
                 sum_exp_logits, kept[0] if mode == STORE_SOFTMAX else None, want_input,
-                want_weight, limit,
+                want_weight, limit, grad_tolerance, seed,
             )  # fmt: skip
             wanted = (want_input, want_weight)
             gradients = tuple(
                 None if not w else (m if g is None else g + m)
                 for w, g, m in zip(wanted, gradients, more)
             )  # type: ignore[assignment]
-    return (*refuse_double_backward((*upstream, input, weight), gradients), *nothing)
+    return (*refuse_double_backward((*upstream, input, weight), gradients), *others)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _core
+from ._sparse import tolerance
 from ._torch_ops import AUTO, gradient_output, options, row_output, run_backward, vector
 from ._torch_ops import matrix as _matrix
 from ._types import BF16
-from .torch import _operands, linear_cross_entropy
+from .torch import _operands, _seed, linear_cross_entropy
 
 __all__ = ["patch", "unpatch"]
 
@@ -45,9 +46,12 @@ _TOKENS_AT_ONCE = 256  # whose logits are held while their entropy is computed
 class _Patch:
     """What one model's patch knows."""
 
-    def __init__(self, model: Any, mode: str, workspace_limit: Optional[int]) -> None:
+    def __init__(
+        self, model: Any, mode: str, workspace_limit: Optional[int], grad_tolerance: float
+    ) -> None:
         self.mode = mode
         self.workspace_limit = workspace_limit
+        self.grad_tolerance = grad_tolerance
         self.original_forward = model.forward
         self.own_forward = "forward" in vars(model)  # replaced by somebody before us
         self.compared = False
@@ -56,18 +60,21 @@ class _Patch:
         self.hooks: list[Any] = []
 
 
-def patch(model: Any, *, mode: str = AUTO, workspace_limit: Optional[int] = None) -> Any:
+def patch(
+    model: Any, *, mode: str = AUTO, workspace_limit: Optional[int] = None, grad_tolerance: float = 0.0
+) -> Any:
     """Lets a causal language model compute its training loss without logits; returns `model`.
 
     model: a `transformers.PreTrainedModel` with a language-model head, the same inside a PEFT model, or a
     trainer (its model is patched). For TRL's SFTTrainer patch the trainer after making it.
-    mode, workspace_limit: as for `logitless.linear_cross_entropy`.
+    mode, workspace_limit, grad_tolerance: as for `logitless.linear_cross_entropy`; seeds are drawn from
+    torch's default generator.
     """
     target = _model_of(model)
     unpatch(target)
     _check_head(target)
     _check_config(target)
-    state = _Patch(target, mode, workspace_limit)
+    state = _Patch(target, mode, workspace_limit, tolerance(grad_tolerance))
 
     # wraps: trainers look at the signature for what a model takes.
     @functools.wraps(type(target).forward)
@@ -209,7 +216,7 @@ def _forward(model: Any, state: _Patch, args: tuple[Any, ...], kwargs: dict[str,
     hidden = outputs[0] if not hasattr(outputs, "last_hidden_state") else outputs.last_hidden_state
     weight = _weight(_check_head(model))
     if fused:
-        return _fused_outputs(hidden, weight, labels, shift_labels, items)
+        return _fused_outputs(hidden, weight, labels, shift_labels, items, state.grad_tolerance)
     if shift_labels is None:
         # Labels move, not hidden states: nothing is copied.
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -218,7 +225,7 @@ def _forward(model: Any, state: _Patch, args: tuple[Any, ...], kwargs: dict[str,
         hidden = hidden.to(weight.dtype)
     loss = linear_cross_entropy(
         hidden, weight, shift_labels, ignore_index=ignore_index, mode=state.mode,
-        workspace_limit=state.workspace_limit, reduction="mean" if items is None else "sum",
+        workspace_limit=state.workspace_limit, grad_tolerance=state.grad_tolerance, reduction="mean" if items is None else "sum",
         normalizer=None if items is None else _at_least_one(items),
     )  # fmt: skip
     if return_dict is False:
@@ -269,8 +276,9 @@ def _warn_if_bypassed(state: _Patch, model: Any, args: Any, kwargs: dict[str, An
 
 
 def _fused_outputs(
-    hidden: Tensor, weight: Tensor, labels: Optional[Tensor], shift_labels: Optional[Tensor], items: Any
-) -> Any:
+    hidden: Tensor, weight: Tensor, labels: Optional[Tensor], shift_labels: Optional[Tensor], items: Any,
+    grad_tolerance: float,
+) -> Any:  # fmt: skip
     """What TRL's trainers ask their fused head for: values per token, 0 where the label is -100."""
     from trl.trainer.utils import FusedCausalLMOutput  # type: ignore[import-not-found]
 
@@ -283,7 +291,11 @@ def _fused_outputs(
     if rows.dtype is not weight.dtype and not torch.is_autocast_enabled("cpu"):
         rows = rows.to(weight.dtype)
     rows, weight, bf16 = _operands(rows, weight)
-    loss, entropy, is_top1 = _PerToken.apply(rows, weight, shift_labels[mask], bf16)
+    wanted = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
+    seed = _seed(None, draw=wanted and grad_tolerance != 0.0)
+    loss, entropy, is_top1 = _PerToken.apply(
+        rows, weight, shift_labels[mask], bf16, 0.0 if seed is None else grad_tolerance, seed
+    )
 
     def in_place(values: Tensor) -> Tensor:
         return values.new_zeros(mask.shape).masked_scatter(mask, values)
@@ -303,7 +315,10 @@ class _PerToken(torch.autograd.Function):
     """Loss, entropy and whether the target is the likeliest token; the loss has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, target: Tensor, bf16: bool) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, input: Tensor, weight: Tensor, target: Tensor, bf16: bool,
+        grad_tolerance: float = 0.0, seed: Optional[Tensor] = None,
+    ) -> Any:  # fmt: skip
         BT, V = input.shape[0], weight.shape[0]
         _core.count_rows(vector(target), V, -100)
         loss, entropy, logits_max, sum_exp_logits, predicted = (
@@ -323,8 +338,8 @@ class _PerToken(torch.autograd.Function):
             mean = torch.nan_to_num(torch.exp(z) * z, nan=0.0).sum(1) / sum_exp_logits[at]
             torch.sub(sum_exp_logits[at].log(), mean, out=entropy[at])
         torch.sub(sum_exp_logits.log(), predicted, out=loss)
-        ctx.save_for_backward(input, weight, target, logits_max, sum_exp_logits)
-        ctx.bf16 = bf16
+        ctx.save_for_backward(input, weight, target, logits_max, sum_exp_logits, seed)
+        ctx.settings = (bf16, grad_tolerance)
         is_top1 = predicted == 0
         ctx.mark_non_differentiable(entropy, is_top1)
         ctx.set_materialize_grads(False)
@@ -332,9 +347,11 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Any, *_: Any) -> Any:  # type: ignore[override]
-        input, weight, target, logits_max, sum_exp_logits = ctx.saved_tensors
+        input, weight, target, logits_max, sum_exp_logits, seed = ctx.saved_tensors
+        bf16, grad_tolerance = ctx.settings
+        others = (None,) * (len(ctx.needs_input_grad) - 2)
         if grad_loss is None:
-            return None, None, None, None
+            return (None, None, *others)
         with torch.no_grad():
             BT, H = input.shape
             want_input, want_weight = ctx.needs_input_grad[:2]
@@ -342,6 +359,7 @@ class _PerToken(torch.autograd.Function):
             grad_weight = gradient_output(weight.shape[0], H, input.dtype) if want_weight else None
             run_backward(
                 None, grad_loss.contiguous(), None, input, weight, target, None, None, "none", -100,
-                ctx.bf16, logits_max, sum_exp_logits, None, 0, grad_input, grad_weight,
+                bf16, logits_max, sum_exp_logits, None, 0, grad_input, grad_weight,
+                grad_tolerance=grad_tolerance, seed=seed,
             )  # fmt: skip
-        return grad_input, grad_weight, None, None
+        return (grad_input, grad_weight, *others)

@@ -19,6 +19,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import BOOL, Array, as_dtype, mask, matrix, numpy_dtype, overlap, vector, view
+from ._sparse import for_core, tolerance, whole_seed
 from ._threads import wanted_threads
 from ._types import (
     BF16,
@@ -209,6 +210,10 @@ def gradient(
     counts: Any = None,
     multiply: Any = None,
     logits_rounding: str = "none",
+    grad_tolerance: float = 0.0,
+    seed: int = 0,
+    token_ids: Any = None,
+    vocab_start_index: int = 0,
     grad_input: Any = True,
     grad_weight: Any = True,
     accumulate: bool | tuple[bool, bool] = False,
@@ -223,7 +228,10 @@ def gradient(
     target_mask absent: every target is inside.
     grad_input, grad_weight: True (operands' type), a dtype, or False: not wanted, costs nothing.
     accumulate: add to what the arrays in `out` hold; a pair says it for each.
+    grad_tolerance, seed, token_ids: as for `loss_and_gradient`; from logits_max and sum_exp_logits only.
+    vocab_start_index: the global id of weight's first row, which the sparse gradient's choice goes by.
     """
+    s, ids = _sparse(grad_tolerance, seed, token_ids, vocab_start_index)
     i, w = _operand("input", input), _operand("weight", weight)
     g, t = view("grad", grad, kinds=(F32,)), _targets("masked_target", masked_target)
     im, wm = matrix("input", i), matrix("weight", w)
@@ -238,7 +246,7 @@ def gradient(
     mask_view = None if target_mask is None else view("target_mask", target_mask)
     softmax_view = None if softmax is None else view("softmax", softmax, kinds=(F32,))
     made = _Outputs(out, Gradient._fields, input=i, weight=w, grad=g, masked_target=t, counts=c,
-                    target_mask=mask_view, softmax=softmax_view, **row_arrays)  # fmt: skip
+                    target_mask=mask_view, softmax=softmax_view, token_ids=ids, **row_arrays)  # fmt: skip
     gi = _gradient_output(made, "grad_input", grad_input, i.shape, i.dtype, input)
     gw = _gradient_output(made, "grad_weight", grad_weight, w.shape, i.dtype, weight)
     add = _accumulate(accumulate, made)
@@ -252,7 +260,7 @@ def gradient(
         _multiply(multiply), choice("logits_rounding", logits_rounding, LOGITS_ROUNDING),
         None if gi is None else matrix("grad_input", gi), add[0],
         None if gw is None else matrix("grad_weight", gw), add[1],
-        _options(threads, isa, workspace_limit),
+        _options(threads, isa, workspace_limit), *s,
     )  # fmt: skip
     return Gradient(None if gi is None else gi.owner, None if gw is None else gw.owner)
 
@@ -268,6 +276,9 @@ def loss_and_gradient(
     normalizer: float | None = None,
     multiply: Any = None,
     strategy: str = "automatic",
+    grad_tolerance: float = 0.0,
+    seed: int = 0,
+    token_ids: Any = None,
     grad_input: Any = True,
     grad_weight: Any = True,
     accumulate: bool | tuple[bool, bool] = False,
@@ -281,7 +292,13 @@ def loss_and_gradient(
     total = sum_b token_weights[b] / normalizer * loss[b]. Without token_weights the normalizer is the
     number of tokens that count (the mean), with them it is 1.
     strategy: "automatic", "one_pass" or "recompute". The rest as for `forward` and `gradient`.
+    grad_tolerance: 0: exact gradients. Else, between 2^-16 and 0.5: gradients that are right on average,
+        each token's with a relative error of about so much (docs/sparse-gradient.md);
+        `logitless.sparse_counts()` then says what was kept.
+    seed: of that choice, an int in [0, 2^64): a new one for every step, or errors add up.
+    token_ids [BT] int64: what the choice goes by; None: the token's place in the batch.
     """
+    s, ids = _sparse(grad_tolerance, seed, token_ids)
     i, w, t = _operand("input", input), _operand("weight", weight), _targets("target", target)
     im, wm, tv = matrix("input", i), matrix("weight", w), vector("target", t)
     _same_type(i, w)
@@ -290,7 +307,7 @@ def loss_and_gradient(
     weights = None if token_weights is None else view("token_weights", token_weights, kinds=(F32,))
     c = _counts(counts)
     made = _Outputs(out, (*names, "grad_input", "grad_weight"), input=i, weight=w, target=t,
-                    token_weights=weights, counts=c)  # fmt: skip
+                    token_weights=weights, counts=c, token_ids=ids)  # fmt: skip
     rows = [made.array(n, (BT,), F32) for n in names]
     gi = _gradient_output(made, "grad_input", grad_input, i.shape, i.dtype, input)
     gw = _gradient_output(made, "grad_weight", grad_weight, w.shape, i.dtype, weight)
@@ -303,7 +320,7 @@ def loss_and_gradient(
         losses, top, sums, hit,
         None if gi is None else matrix("grad_input", gi), add[0],
         None if gw is None else matrix("grad_weight", gw), add[1],
-        _options(threads, isa, workspace_limit),
+        _options(threads, isa, workspace_limit), *s,
     )  # fmt: skip
     return LossAndGradient(
         total, rows[0].owner, None if gi is None else gi.owner, None if gw is None else gw.owner,
@@ -500,6 +517,13 @@ def _counts(counts: Any) -> Array | None:
 def _optional_vector(name: str, array: Array | None) -> tuple[int, int, int, int] | None:
     """Addresses alone keep nothing alive: who calls must hold the array, which may be a copy."""
     return None if array is None else vector(name, array)
+
+
+def _sparse(grad_tolerance: Any, seed: Any, token_ids: Any, start: Any = 0) -> tuple[Any, Array | None]:
+    """The core's last argument, and the array that must live as long as the call."""
+    eps, number, first = tolerance(grad_tolerance), whole_seed(seed), integer("vocab_start_index", start, 0)
+    ids = None if token_ids is None else view("token_ids", token_ids, kinds=(I64,))
+    return for_core(eps, number, _optional_vector("token_ids", ids), first), ids
 
 
 def _optional_integer(name: str, value: Any) -> int | None:

@@ -61,6 +61,65 @@ def _rows(target: np.ndarray, ignore_index: int | None, counts: Any) -> np.ndarr
     return rows if ignore_index is None else rows & (target != ignore_index)
 
 
+# ---- the sparse gradient: docs/sparse-gradient.md ------------------------------------------------
+
+
+def _mix64(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _hash(seed: int, stream: int, ids: np.ndarray) -> np.ndarray:
+    start = np.array([(seed + stream * 0x9E3779B97F4A7C15) % 2**64], np.uint64)
+    with np.errstate(over="ignore"):
+        return (_mix64(_mix64(start) + ids.astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
+
+
+def uniform(seed: int, token_ids: Any, vocab_ids: Any) -> np.ndarray:
+    """[tokens, vocabulary]: the number in [0, 1) that each element of grad_logits is chosen by."""
+    token_hash = _hash(seed, 1, np.asarray(token_ids, np.int64))
+    vocab_hash = _hash(seed, 2, np.asarray(vocab_ids, np.int64))
+    with np.errstate(over="ignore"):
+        x = (token_hash[:, None] ^ vocab_hash[None, :]) * np.uint32(0x9E3779B1)
+    return (x >> np.uint32(1)).astype(np.int32).astype(np.float32).astype(np.float64) * 2.0**-31
+
+
+def row_tau(others: np.ndarray, grad_tolerance: float) -> np.ndarray:
+    """[tokens]: what an element that is below it is rounded to, up or to 0. others: softmax without
+    the target's."""
+    allowed = (grad_tolerance * others.sum(axis=1)) ** 2
+    tau = np.ones(len(others))
+    while True:
+        below = np.where(others < tau[:, None], others, 0).sum(axis=1)
+        too_large = tau * below > allowed
+        if not too_large.any():
+            return tau
+        tau[too_large] /= 2
+
+
+def sparse_softmax(
+    softmax: np.ndarray, masked_target: np.ndarray, inside: np.ndarray, grad_tolerance: float,
+    seed: int, token_ids: Any, vocab_start_index: int,
+) -> np.ndarray:  # fmt: skip
+    """Softmax with all small elements but the target's rounded to 0 or to the row's tau, right on
+    average; rows of which more than a tenth would stay are as they were."""
+    others = softmax.copy()
+    rows = np.flatnonzero(inside)
+    others[rows, masked_target[rows]] = 0
+    tau = row_tau(others, grad_tolerance)[:, None]
+    V = softmax.shape[1]
+    sparse = np.minimum(others / tau, 1).sum(axis=1) <= V / 10
+    ids = np.arange(len(softmax)) if token_ids is None else token_ids
+    u = uniform(seed, ids, vocab_start_index + np.arange(V))
+    kept = np.where(others >= tau, others, np.where(u * tau < others, tau, 0))
+    kept[rows, masked_target[rows]] = softmax[rows, masked_target[rows]]
+    return np.where(sparse[:, None], kept, softmax)
+
+
+# ---- the operators ------------------------------------------------------------------------------
+
+
 def forward(
     input: Any,
     weight: Any,
@@ -148,6 +207,10 @@ def gradient(
     counts: Any = None,
     multiply: str | None = None,
     logits_rounding: str | None = "none",
+    grad_tolerance: float = 0.0,
+    seed: int = 0,
+    token_ids: Any = None,
+    vocab_start_index: int = 0,
 ) -> Gradient:
     x, w = float64(input, multiply), float64(weight, multiply)
     tokens = len(x)
@@ -167,6 +230,12 @@ def gradient(
     else:
         p = np.asarray(softmax, np.float64)
     inside = np.ones(tokens, bool) if target_mask is None else ~unpack(target_mask, tokens)
+    if grad_tolerance != 0.0:
+        p = np.where(rows[:, None], p, 0)
+        p = sparse_softmax(
+            p, np.asarray(masked_target), rows & inside, grad_tolerance, seed, token_ids,
+            vocab_start_index,
+        )  # fmt: skip
     grad_logits = np.where(rows[:, None], p, 0) * np.where(rows, g + g_lse, 0)[:, None]
     hit = np.flatnonzero(rows & inside)
     grad_logits[hit, np.asarray(masked_target)[hit]] -= g[hit]
@@ -183,6 +252,9 @@ def loss_and_gradient(
     token_weights: Any = None,
     normalizer: float | None = None,
     multiply: str | None = None,
+    grad_tolerance: float = 0.0,
+    seed: int = 0,
+    token_ids: Any = None,
 ) -> LossAndGradient:
     target = np.asarray(target)
     rows = _rows(target, ignore_index, counts)
@@ -195,6 +267,7 @@ def loss_and_gradient(
     gradients = gradient(
         weights, input, weight, np.where(rows, target, 0), logits_max=statistics.logits_max,
         sum_exp_logits=statistics.sum_exp_logits, multiply=multiply, counts=rows,
+        grad_tolerance=grad_tolerance, seed=seed, token_ids=token_ids,
     )  # fmt: skip
     total = float((weights * losses)[rows].sum())
     return LossAndGradient(total, losses, *gradients, *statistics[:3])

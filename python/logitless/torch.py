@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ._sparse import as_int64, tolerance, whole_seed
 from ._torch_ops import (
     AUTO,
     AUTO_ONE_PASS,
@@ -48,6 +49,8 @@ def linear_cross_entropy(
     workspace_limit: Optional[int] = None,
     return_logsumexp: bool = False,
     main_grad: bool = False,
+    grad_tolerance: float = 0.0,
+    seed: Union[int, Tensor, None] = None,
 ) -> Any:
     """Cross-entropy of ``input @ linear_weight.T`` against `target`, the logits never built.
 
@@ -76,6 +79,12 @@ def linear_cross_entropy(
         main_grad: add linear_weight's gradient to ``linear_weight.main_grad`` (float32, as
             Megatron-LM keeps it) in the backward, and set ``grad_added_to_main_grad``; its own
             gradient is then None.
+        grad_tolerance: 0: exact gradients. Else, between 2^-16 and 0.5: gradients that are right on
+            average, each token's with a relative error of about so much, and far cheaper where the
+            softmax is peaked (docs/sparse-gradient.md). Not with mode "store_softmax".
+        seed: of the sparse gradient's choice, an int or a tensor of one; None: drawn from torch's
+            default generator, anew for each call that wants gradients, as dropout draws. Never the same
+            one for every step: errors would add up instead of averaging out.
 
     linear_bias, weight, label_smoothing and options are not supported yet and must be left alone.
     """
@@ -100,6 +109,12 @@ def linear_cross_entropy(
             "each token's loss is multiplied by is not known in the forward (token_weights with "
             'reduction "sum" say it there)'
         )
+    grad_tolerance = tolerance(grad_tolerance)
+    if grad_tolerance and mode == STORE_SOFTMAX:
+        raise ValueError(
+            f'grad_tolerance is {grad_tolerance:g} with mode "store_softmax", must be 0: from a stored '
+            'softmax gradients are exact ("one_pass" and "recompute" make sparse ones)'
+        )
     limit = 0 if workspace_limit is None else integer("workspace_limit", workspace_limit, 0)
     ignored = -100 if ignore_index is None else integer("ignore_index", ignore_index)
     _check_tensors(input, linear_weight, target)
@@ -118,17 +133,22 @@ def linear_cross_entropy(
     recording = torch.is_grad_enabled()
     grad_input = recording and flat_input.requires_grad
     grad_weight = recording and linear_weight.requires_grad
+    chosen = _seed(seed, draw=grad_tolerance != 0.0 and (grad_input or grad_weight))
+    if chosen is None:
+        grad_tolerance = 0.0
     if main_grad and grad_weight:
         return _with_main_grad(
             flat_input, linear_weight, parameter, flat_target, target.shape, token_weights, normalizer,
-            reduction, ignored, mode, bf16, limit, return_logsumexp,
+            reduction, ignored, mode, bf16, limit, return_logsumexp, grad_tolerance, chosen,
         )  # fmt: skip
     if mode == AUTO:
         if not (grad_input or grad_weight) or reduction == "none" or return_logsumexp:
             mode = RECOMPUTE
         elif not torch.compiler.is_compiling():
             # While tracing, BT may be unknown; the operator then settles it.
-            mode = _fitting_mode(BT, V, H, flat_input, bf16, grad_input, grad_weight, limit)
+            mode = _fitting_mode(
+                BT, V, H, flat_input, bf16, grad_input, grad_weight, limit, grad_tolerance
+            )
     elif mode == ONE_PASS and not (grad_input or grad_weight):
         mode = RECOMPUTE
     per_token_weights = reduction == "none" and token_weights is not None
@@ -137,7 +157,8 @@ def linear_cross_entropy(
     total, loss, logsumexp, *_ = apply(
         grad_input or grad_weight,
         flat_input, linear_weight, flat_target, None if per_token_weights else token_weights,
-        normalizer, reduction, ignored, mode, bf16, grad_input, grad_weight, limit,
+        normalizer, reduction, ignored, mode, bf16, grad_input, grad_weight, limit, grad_tolerance,
+        chosen,
     )  # fmt: skip
     if reduction == "none":
         if token_weights is not None:
@@ -159,11 +180,13 @@ def _refuse_forward_mode(*tensors: Tensor) -> None:
 
 def _fitting_mode(
     BT: int, V: int, H: int, input: Tensor, bf16: bool, grad_input: bool, grad_weight: bool,
-    limit: int,
+    limit: int, grad_tolerance: float,
 ) -> str:  # fmt: skip
     if not isinstance(BT, int) or not isinstance(V, int):  # symbolic: the operator settles it
         return AUTO
-    fits = fits_one_pass(BT, V, H, input.dtype, bf16, grad_input, grad_weight, limit)
+    fits = fits_one_pass(
+        BT, V, H, input.dtype, bf16, grad_input, grad_weight, limit, grad_tolerance
+    )
     return AUTO_ONE_PASS if fits else RECOMPUTE
 
 
@@ -286,6 +309,22 @@ def _normalizer(normalizer: Union[float, Tensor]) -> Tensor:
     return torch.tensor(float(normalizer), dtype=torch.float64, device="cpu")
 
 
+def _seed(seed: Union[int, Tensor, None], draw: bool) -> Optional[Tensor]:
+    """The seed of a sparse gradient as the operators take it; not draw: it only has to be a valid one."""
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1:
+            raise ValueError(f"seed: shape is {list(seed.shape)}, must be one number")
+        if seed.dtype is not torch.int64:
+            raise TypeError(f"seed: dtype is {_name(seed.dtype)}, must be int64")
+        return seed.reshape(()) if draw else None
+    if seed is not None:
+        number = as_int64(whole_seed(seed))
+        return torch.tensor(number, dtype=torch.int64, device="cpu") if draw else None
+    if not draw:
+        return None
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -297,6 +336,7 @@ def _with_main_grad(
     input: Tensor, linear_weight: Tensor, parameter: Tensor, target: Tensor, shape: Any,
     token_weights: Optional[Tensor], normalizer: Optional[Tensor], reduction: str,
     ignore_index: int, mode: str, bf16: bool, limit: int, return_logsumexp: bool,
+    grad_tolerance: float, seed: Optional[Tensor],
 ) -> Any:  # fmt: skip
     if torch.compiler.is_compiling():
         raise NotImplementedError(
@@ -311,7 +351,7 @@ def _with_main_grad(
     mode = STORE_SOFTMAX if mode == STORE_SOFTMAX else RECOMPUTE
     total, loss, logsumexp = _MainGrad.apply(
         input, linear_weight, target, None if reduction == "none" else token_weights, normalizer,
-        reduction, ignore_index, mode, bf16, limit, parameter,
+        reduction, ignore_index, mode, bf16, limit, parameter, grad_tolerance, seed,
     )  # fmt: skip
     if reduction == "none":
         if token_weights is not None:
@@ -341,27 +381,28 @@ class _MainGrad(torch.autograd.Function):
         ctx: Any, input: Tensor, linear_weight: Tensor, target: Tensor,
         token_weights: Optional[Tensor], normalizer: Optional[Tensor], reduction: str,
         ignore_index: int, mode: str, bf16: bool, limit: int, parameter: Tensor,
+        grad_tolerance: float, seed: Optional[Tensor],
     ) -> Any:  # fmt: skip
         total, loss, logsumexp, logits_max, sum_exp_logits, _, _, softmax = (
             torch.ops.logitless.linear_cross_entropy.default(
                 input, linear_weight, target, token_weights, normalizer, reduction, ignore_index,
-                mode, bf16, False, False, limit,
+                mode, bf16, False, False, limit, 0.0, None,
             )
         )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             input, linear_weight, target, token_weights, normalizer, logits_max, sum_exp_logits,
-            softmax,
+            softmax, seed,
         )  # fmt: skip
-        ctx.settings = (reduction, ignore_index, mode, bf16, limit)
+        ctx.settings = (reduction, ignore_index, mode, bf16, limit, grad_tolerance)
         ctx.parameter = parameter  # linear_weight may be a copy of it in autocast's type
         return total, loss, logsumexp
 
     @staticmethod
     def backward(ctx: Any, grad_total: Any, grad_loss: Any, grad_logsumexp: Any) -> Any:  # type: ignore[override]
         (input, linear_weight, target, token_weights, normalizer, logits_max, sum_exp_logits,
-         softmax) = ctx.saved_tensors  # fmt: skip
-        reduction, ignore_index, mode, bf16, limit = ctx.settings
+         softmax, seed) = ctx.saved_tensors  # fmt: skip
+        reduction, ignore_index, mode, bf16, limit, grad_tolerance = ctx.settings
         upstream = (grad_total, grad_loss, grad_logsumexp)
         grad_input = None
         if any(g is not None for g in upstream):
@@ -372,10 +413,10 @@ class _MainGrad(torch.autograd.Function):
                     *upstream, input, linear_weight, target, token_weights, normalizer, reduction,
                     ignore_index, bf16, logits_max, sum_exp_logits,
                     softmax if mode == STORE_SOFTMAX else None, limit, grad_input,
-                    ctx.parameter.main_grad, (False, True),
+                    ctx.parameter.main_grad, (False, True), grad_tolerance, seed,
                 )  # fmt: skip
             ctx.parameter.grad_added_to_main_grad = True
-        return (*refuse_double_backward((*upstream, input), (grad_input, None)), *(None,) * 9)
+        return (*refuse_double_backward((*upstream, input), (grad_input, None)), *(None,) * 11)
 
 
 # ---- the module ---------------------------------------------------------------------------------
@@ -404,6 +445,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         workspace_limit: Optional[int] = None,
         return_logsumexp: bool = False,
         main_grad: bool = False,
+        grad_tolerance: float = 0.0,
     ) -> None:
         super().__init__()
         if tuple(out_features) != ():
@@ -426,6 +468,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.workspace_limit = workspace_limit
         self.return_logsumexp = return_logsumexp
         self.main_grad = main_grad
+        self.grad_tolerance = tolerance(grad_tolerance)
         self.linear = torch.nn.Linear(
             in_features, num_classes, bias=False, device=device, dtype=dtype
         )
@@ -437,6 +480,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         *,
         token_weights: Optional[Tensor] = None,
         normalizer: Union[float, Tensor, None] = None,
+        seed: Union[int, Tensor, None] = None,
     ) -> Any:
         return linear_cross_entropy(
             input,
@@ -450,6 +494,8 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             workspace_limit=self.workspace_limit,
             return_logsumexp=self.return_logsumexp,
             main_grad=self.main_grad,
+            grad_tolerance=self.grad_tolerance,
+            seed=seed,
         )
 
     def extra_repr(self) -> str:

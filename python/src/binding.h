@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -166,6 +167,7 @@ PlanCache<Plan>& cache() {
 inline int64_t code(const std::optional<DType>& dtype) {
   return dtype ? static_cast<int64_t>(*dtype) : -1;
 }
+inline int64_t code(float value) { return std::bit_cast<int32_t>(value); }
 inline int64_t code(const std::optional<GradientOutput>& output) {
   return output ? static_cast<int64_t>(output->dtype) + (output->accumulate ? 100 : 0) : -1;
 }

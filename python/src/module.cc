@@ -31,15 +31,20 @@ GradientPlan gradient_plan(const Shape& s, const GradientTypes& t, const Options
   return cache<GradientPlan>().get(
       {s.BT, s.V, s.H, code(t.operand), code(t.multiply), code(t.target),
        static_cast<int64_t>(t.mode), static_cast<int64_t>(t.logits_rounding), code(t.grad_input),
-       code(t.grad_weight)},
+       code(t.grad_weight), code(t.grad_tolerance)},
       options, [&](const PlanOptions& o) { return plan_gradient(s, t, o); });
+}
+Result<LossAndGradientPlan> find_loss_and_gradient_plan(const Shape& s,
+                                                        const LossAndGradientTypes& t,
+                                                        Strategy strategy, const Options& options) {
+  return cache<LossAndGradientPlan>().find_or_make(
+      {s.BT, s.V, s.H, code(t.operand), code(t.multiply), code(t.target), code(t.grad_input),
+       code(t.grad_weight), static_cast<int64_t>(strategy), code(t.grad_tolerance)},
+      options, [&](const PlanOptions& o) { return plan_loss_and_gradient(s, t, o, strategy); });
 }
 LossAndGradientPlan loss_and_gradient_plan(const Shape& s, const LossAndGradientTypes& t,
                                            Strategy strategy, const Options& options) {
-  return cache<LossAndGradientPlan>().get(
-      {s.BT, s.V, s.H, code(t.operand), code(t.multiply), code(t.target), code(t.grad_input),
-       code(t.grad_weight), static_cast<int64_t>(strategy)},
-      options, [&](const PlanOptions& o) { return plan_loss_and_gradient(s, t, o, strategy); });
+  return take(find_loss_and_gradient_plan(s, t, strategy, options));
 }
 
 // Runs a plan in the thread's workspace without the GIL. `work`: about how many multiply-adds.
@@ -61,6 +66,30 @@ double size_of_problem(const Shape& s) {
 }
 Shape shape_of(const MatrixView& input, const MatrixView& weight) {
   return {.BT = input.rows, .V = weight.rows, .H = input.cols};
+}
+
+// ---- the sparse gradient ------------------------------------------------------------------------
+
+// grad_tolerance, seed, token_ids, the global id of weight's first row. Absent: exact.
+using Sparse = std::tuple<double, uint64_t, std::optional<Vector>, int64_t>;
+
+float tolerance_of(const std::optional<Sparse>& sparse) {
+  return sparse ? static_cast<float>(std::get<0>(*sparse)) : 0.0f;
+}
+uint64_t seed_of(const std::optional<Sparse>& sparse) { return sparse ? std::get<1>(*sparse) : 0; }
+std::optional<ConstVectorView> token_ids_of(const std::optional<Sparse>& sparse) {
+  if (!sparse) return {};
+  return optional_view<ConstVectorView>(std::get<2>(*sparse));
+}
+
+// Of the last sparse gradient of this thread.
+thread_local std::optional<SparseCounts> last_counts;
+
+using Counts = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+std::optional<Counts> sparse_counts() {
+  if (!last_counts) return {};
+  return Counts{last_counts->rows, last_counts->dense_rows, last_counts->kept,
+                last_counts->elements};
 }
 
 // ---- operators ----------------------------------------------------------------------------------
@@ -149,7 +178,7 @@ void gradient(const Vector& grad, const std::optional<Vector>& grad_logsumexp, c
               const std::optional<Vector>& counts, std::optional<int> multiply, int logits_rounding,
               const std::optional<Matrix>& grad_input, bool accumulate_grad_input,
               const std::optional<Matrix>& grad_weight, bool accumulate_grad_weight,
-              const Options& options) {
+              const Options& options, const std::optional<Sparse>& sparse) {
   const MatrixView in = view(input);
   const MatrixView w = view(weight);
   const Shape shape = shape_of(in, w);
@@ -159,6 +188,7 @@ void gradient(const Vector& grad, const std::optional<Vector>& grad_logsumexp, c
       .target = view(masked_target).dtype,
       .mode = softmax ? GradientMode::high_performance : GradientMode::memory_saving,
       .logits_rounding = static_cast<LogitsRounding>(logits_rounding),
+      .grad_tolerance = tolerance_of(sparse),
       .grad_input = output_type(grad_input, accumulate_grad_input),
       .grad_weight = output_type(grad_weight, accumulate_grad_weight)};
   const GradientPlan plan = gradient_plan(shape, types, options);
@@ -171,12 +201,17 @@ void gradient(const Vector& grad, const std::optional<Vector>& grad_logsumexp, c
                                   optional_view<ConstVectorView>(logits_max),
                                   optional_view<ConstVectorView>(sum_exp_logits),
                                   optional_view<ConstMatrixView>(softmax),
-                                  optional_view<ConstVectorView>(counts)};
+                                  optional_view<ConstVectorView>(counts),
+                                  seed_of(sparse),
+                                  token_ids_of(sparse),
+                                  sparse ? std::get<3>(*sparse) : 0};
+  SparseCounts made;
   const GradientOutputs outputs{optional_view<MatrixView>(grad_input),
-                                optional_view<MatrixView>(grad_weight)};
+                                optional_view<MatrixView>(grad_weight), sparse ? &made : nullptr};
   execute(plan, size_of_problem(shape), [&](auto workspace, auto* cancel) {
     return run(plan, operands, outputs, workspace, cancel);
   });
+  if (sparse) last_counts = made;
 }
 
 double loss_and_gradient(const Matrix& input, const Matrix& weight, const Vector& target,
@@ -189,13 +224,14 @@ double loss_and_gradient(const Matrix& input, const Matrix& weight, const Vector
                          const std::optional<Vector>& predicted_logits,
                          const std::optional<Matrix>& grad_input, bool accumulate_grad_input,
                          const std::optional<Matrix>& grad_weight, bool accumulate_grad_weight,
-                         const Options& options) {
+                         const Options& options, const std::optional<Sparse>& sparse) {
   const MatrixView in = view(input);
   const MatrixView w = view(weight);
   const Shape shape = shape_of(in, w);
   const LossAndGradientTypes types{.operand = in.dtype,
                                    .multiply = optional_dtype(multiply),
                                    .target = view(target).dtype,
+                                   .grad_tolerance = tolerance_of(sparse),
                                    .grad_input = output_type(grad_input, accumulate_grad_input),
                                    .grad_weight = output_type(grad_weight, accumulate_grad_weight)};
   const LossAndGradientPlan plan =
@@ -206,18 +242,23 @@ double loss_and_gradient(const Matrix& input, const Matrix& weight, const Vector
       view(target),
       {.ignore_index = ignore_index, .counts = optional_view<ConstVectorView>(counts)},
       optional_view<ConstVectorView>(token_weights),
-      normalizer};
+      normalizer,
+      seed_of(sparse),
+      token_ids_of(sparse)};
   double total = 0;
+  SparseCounts made;
   const LossAndGradientOutputs outputs{view(loss_out),
                                        &total,
                                        optional_view<VectorView>(logits_max),
                                        optional_view<VectorView>(sum_exp_logits),
                                        optional_view<VectorView>(predicted_logits),
                                        optional_view<MatrixView>(grad_input),
-                                       optional_view<MatrixView>(grad_weight)};
+                                       optional_view<MatrixView>(grad_weight),
+                                       sparse ? &made : nullptr};
   execute(plan, 3 * size_of_problem(shape), [&](auto workspace, auto* cancel) {
     return run(plan, operands, outputs, workspace, cancel);
   });
+  if (sparse) last_counts = made;
   return total;
 }
 
@@ -299,9 +340,11 @@ using PlanText = std::tuple<std::string, int64_t, int>;  // describe(), bytes, t
 
 PlanText plan_text(const std::string& kind, int64_t BT, int64_t V, int64_t H, int operand,
                    std::optional<int> multiply, int strategy, bool want_grad_input,
-                   bool want_grad_weight, int grad_dtype, const Options& options) {
+                   bool want_grad_weight, int grad_dtype, const Options& options,
+                   double grad_tolerance) {
   const Shape shape{BT, V, H};
   const auto type = static_cast<DType>(operand);
+  const auto tolerance = static_cast<float>(grad_tolerance);
   const auto wanted = [&](bool is_wanted) {
     return is_wanted ? std::optional(GradientOutput{.dtype = static_cast<DType>(grad_dtype)})
                      : std::nullopt;
@@ -317,6 +360,7 @@ PlanText plan_text(const std::string& kind, int64_t BT, int64_t V, int64_t H, in
     return text(gradient_plan(shape,
                               {.operand = type,
                                .multiply = optional_dtype(multiply),
+                               .grad_tolerance = tolerance,
                                .grad_input = wanted(want_grad_input),
                                .grad_weight = wanted(want_grad_weight)},
                               options));
@@ -324,6 +368,7 @@ PlanText plan_text(const std::string& kind, int64_t BT, int64_t V, int64_t H, in
   return text(loss_and_gradient_plan(shape,
                                      {.operand = type,
                                       .multiply = optional_dtype(multiply),
+                                      .grad_tolerance = tolerance,
                                       .grad_input = wanted(want_grad_input),
                                       .grad_weight = wanted(want_grad_weight)},
                                      static_cast<Strategy>(strategy), options));
@@ -332,19 +377,24 @@ PlanText plan_text(const std::string& kind, int64_t BT, int64_t V, int64_t H, in
 // Whether plan_loss_and_gradient takes one pass within the limit.
 bool takes_one_pass(int64_t BT, int64_t V, int64_t H, int operand, std::optional<int> multiply,
                     int target, std::optional<int> grad_input, std::optional<int> grad_weight,
-                    const Options& options) {
+                    const Options& options, double grad_tolerance) {
   const auto output = [](const std::optional<int>& dtype) {
     return dtype ? std::optional(GradientOutput{.dtype = static_cast<DType>(*dtype)})
                  : std::nullopt;
   };
-  return loss_and_gradient_plan({BT, V, H},
-                                {.operand = static_cast<DType>(operand),
-                                 .multiply = optional_dtype(multiply),
-                                 .target = static_cast<DType>(target),
-                                 .grad_input = output(grad_input),
-                                 .grad_weight = output(grad_weight)},
-                                Strategy::automatic, options)
-             .strategy() == Strategy::one_pass;
+  const Result<LossAndGradientPlan> plan =
+      find_loss_and_gradient_plan({BT, V, H},
+                                  {.operand = static_cast<DType>(operand),
+                                   .multiply = optional_dtype(multiply),
+                                   .target = static_cast<DType>(target),
+                                   .grad_tolerance = static_cast<float>(grad_tolerance),
+                                   .grad_input = output(grad_input),
+                                   .grad_weight = output(grad_weight)},
+                                  Strategy::automatic, options);
+  // A sparse gradient is one pass or nothing.
+  if (grad_tolerance > 0 && !plan && plan.error().kind == ErrorKind::limit_too_small) return false;
+  const bool one_pass = take(plan).strategy() == Strategy::one_pass;
+  return grad_tolerance > 0 || one_pass;
 }
 
 nb::dict machine() {
@@ -426,14 +476,17 @@ NB_MODULE(_core, m) {
         nb::arg("logits_max").none(), nb::arg("sum_exp_logits").none(), nb::arg("softmax").none(),
         nb::arg("counts").none(), nb::arg("multiply").none(), nb::arg("logits_rounding"),
         nb::arg("grad_input").none(), nb::arg("accumulate_grad_input"),
-        nb::arg("grad_weight").none(), nb::arg("accumulate_grad_weight"), nb::arg("options"));
+        nb::arg("grad_weight").none(), nb::arg("accumulate_grad_weight"), nb::arg("options"),
+        nb::arg("sparse").none() = nb::none());
   m.def("loss_and_gradient", &loss_and_gradient, nb::arg("input"), nb::arg("weight"),
         nb::arg("target"), nb::arg("ignore_index").none(), nb::arg("counts").none(),
         nb::arg("token_weights").none(), nb::arg("normalizer").none(), nb::arg("multiply").none(),
         nb::arg("strategy"), nb::arg("loss"), nb::arg("logits_max").none(),
         nb::arg("sum_exp_logits").none(), nb::arg("predicted_logits").none(),
         nb::arg("grad_input").none(), nb::arg("accumulate_grad_input"),
-        nb::arg("grad_weight").none(), nb::arg("accumulate_grad_weight"), nb::arg("options"));
+        nb::arg("grad_weight").none(), nb::arg("accumulate_grad_weight"), nb::arg("options"),
+        nb::arg("sparse").none() = nb::none());
+  m.def("sparse_counts", &sparse_counts);
 
   m.def("count_rows", &count_rows);
   m.def("mark_rows", &mark_rows);
@@ -446,10 +499,12 @@ NB_MODULE(_core, m) {
 
   m.def("plan_text", &plan_text, nb::arg("kind"), nb::arg("BT"), nb::arg("V"), nb::arg("H"),
         nb::arg("operand"), nb::arg("multiply").none(), nb::arg("strategy"), nb::arg("grad_input"),
-        nb::arg("grad_weight"), nb::arg("grad_dtype"), nb::arg("options"));
+        nb::arg("grad_weight"), nb::arg("grad_dtype"), nb::arg("options"),
+        nb::arg("grad_tolerance") = 0.0);
   m.def("takes_one_pass", &takes_one_pass, nb::arg("BT"), nb::arg("V"), nb::arg("H"),
         nb::arg("operand"), nb::arg("multiply").none(), nb::arg("target"),
-        nb::arg("grad_input").none(), nb::arg("grad_weight").none(), nb::arg("options"));
+        nb::arg("grad_input").none(), nb::arg("grad_weight").none(), nb::arg("options"),
+        nb::arg("grad_tolerance") = 0.0);
   m.def("machine", &machine, nb::sig("def machine() -> dict[str, typing.Any]"));
   m.def("measure_peak_flops", [](const std::string& isa, int dtype, int threads, double seconds) {
     const Isa level = take(parse_isa(isa));

@@ -51,6 +51,18 @@ def test_run_and_verify_a_case(case_file, tmp_path):
     assert checked.returncode == 0 and checked.stdout.count("fine") == 3
 
 
+def test_a_sparse_gradient_says_what_it_kept(case_file, tmp_path):
+    outs = [tmp_path / f"{i}.safetensors" for i in range(3)]
+    for out, seed in zip(outs, ("1", "2", "1")):
+        done = call("run", str(case_file), "--out", str(out), "--grad-tolerance", "0.125", "--seed", seed)
+        assert done.returncode == 0 and " elements of grad_logits (" in done.stdout, done.stderr
+    first, second, again = (ln.load_case(out)["grad_weight"] for out in outs)
+    assert (first == again).all() and (first != second).any()
+    assert "grad_tolerance is 2, must be 0" in call("run", str(case_file), "--grad-tolerance", "2").stderr
+    plan = call("plan", "--shape", "64,1000,32", "--grad-tolerance", "0.01")
+    assert plan.returncode == 0 and "sparse" in plan.stdout and "sparse" not in call("plan", "--shape", "64,1000,32").stdout
+
+
 def test_errors_are_one_line_and_exit_2(case_file, tmp_path):
     for arguments, sentence in (
         (("run", str(tmp_path / "nothing")), "No such file"),

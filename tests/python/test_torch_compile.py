@@ -30,7 +30,8 @@ def test_opcheck_of_the_forward(mode, dtype):
             continue
         torch.library.opcheck(
             torch.ops.logitless.linear_cross_entropy.default,
-            (x, w, t, *more, -100, "recompute" if more[2] == "none" else mode, False, True, True, 0),
+            (x, w, t, *more, -100, "recompute" if more[2] == "none" else mode, False, True, True, 0,
+             0.0, None),
         )
 
 
@@ -41,7 +42,7 @@ def test_opcheck_of_the_backward(mode):
     torch.library.opcheck(
         torch.ops.logitless.linear_cross_entropy_backward.default,
         (torch.tensor(1.0), None, torch.rand(13), x, w, t, None, None, "mean", -100, False,
-         torch.rand(13), torch.rand(13) + 300, softmax, True, True, 0),
+         torch.rand(13), torch.rand(13) + 300, softmax, True, True, 0, 0.0, None),
     )  # fmt: skip
 
 

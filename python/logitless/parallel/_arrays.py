@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import _core
 from .._arrays import matrix, vector, view
+from .._sparse import tolerance
 from .._types import F32, STRATEGY, choice, integer
 from ..numpy import (
     LossAndGradient,
@@ -31,6 +32,14 @@ _ROWS = ("loss", "logits_max", "sum_exp_logits", "predicted_logits")
 MOST_ROWS = 2**48
 
 
+def refuse_tolerance(grad_tolerance: Any) -> None:
+    if tolerance(grad_tolerance) != 0.0:
+        raise NotImplementedError(
+            f"grad_tolerance is {grad_tolerance}, must be 0: a sparse gradient is not there yet for a "
+            "vocabulary split over ranks"
+        )
+
+
 def vocab_parallel_loss_and_gradient(
     input: Any,
     weight_shard: Any,
@@ -48,6 +57,7 @@ def vocab_parallel_loss_and_gradient(
     grad_weight: Any = True,
     accumulate: bool | tuple[bool, bool] = False,
     strategy: str = "automatic",
+    grad_tolerance: float = 0.0,
     chunk_tokens: int = 0,
     threads: int = 0,
     isa: str = "",
@@ -62,6 +72,7 @@ def vocab_parallel_loss_and_gradient(
     input, target: all tokens, the same on every rank. sequence_parallel: input is this rank's slice,
         balanced_shard(BT, ranks, rank), and so is grad_input; target is of all tokens.
     strategy: "automatic", "one_pass" or "recompute".
+    grad_tolerance: a sparse gradient is not there yet: must be 0.
     chunk_tokens: tokens whose sum over the ranks runs while the next ones are computed, even; 0: automatic.
 
     What is returned has the same bits on every rank, but grad_weight, which is of this rank's rows, and
@@ -69,6 +80,7 @@ def vocab_parallel_loss_and_gradient(
     """
     transport = open_transport(group)
     with all_told(transport):
+        refuse_tolerance(grad_tolerance)
         i, w = _operand("input", input), _operand("weight_shard", weight_shard)
         t = _targets("target", target)
         im, wm, tv = matrix("input", i), matrix("weight_shard", w), vector("target", t)

@@ -30,7 +30,7 @@ from .._torch_ops import (
 )
 from .._types import BF16, STRATEGY, integer
 from ..torch import _check_kinds, _check_main_grad, _normalizer, _operands, _token_weights
-from ._arrays import MOST_ROWS
+from ._arrays import MOST_ROWS, refuse_tolerance
 from ._transport import Transport, all_told, open_transport
 
 _NAME = "linear_weight_shard"
@@ -63,6 +63,7 @@ def vocab_parallel_linear_cross_entropy(
     workspace_limit: Optional[int] = None,
     chunk_tokens: Optional[int] = None,
     main_grad: bool = False,
+    grad_tolerance: float = 0.0,
 ) -> Tensor:
     """`logitless.linear_cross_entropy` of a weight whose rows are split over ranks. Collective, and
     so is its backward (in one pass the first one is not): every rank makes the same calls in the same order.
@@ -94,6 +95,7 @@ def vocab_parallel_linear_cross_entropy(
         chunk_tokens: tokens whose sum over the ranks runs while the next ones are computed, even;
             None: automatic.
         main_grad: add the weight's gradient to ``linear_weight_shard.main_grad`` (float32).
+        grad_tolerance: a sparse gradient is not there yet: must be 0.
 
     An error on one rank, or something in which ranks differ, is the same exception on every rank. Where
     the transport fails it is a RuntimeError. torch.compile: a graph break, so not with fullgraph=True.
@@ -104,6 +106,7 @@ def vocab_parallel_linear_cross_entropy(
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction is {reduction!r}, must be 'mean', 'sum' or 'none'")
         _check_mode(mode, reduction, main_grad)
+        refuse_tolerance(grad_tolerance)
         ignored = -100 if ignore_index is None else integer("ignore_index", ignore_index)
         limit = 0 if workspace_limit is None else integer("workspace_limit", workspace_limit, 0)
         chunk = 0 if chunk_tokens is None else integer("chunk_tokens", chunk_tokens)
