@@ -13,11 +13,13 @@
 #include "cli/ranks.h"
 #include "cli/safetensors.h"
 #include "cli/units.h"
+#include "examples/train_lm/fingerprint.h"
 
 namespace logitless::train_lm {
 namespace {
 
-constexpr const char* kFormat = "logitless_train_lm 1";
+constexpr const char* kFormat = "logitless_train_lm 2";
+constexpr const char* kChecksum = "checksum";
 constexpr int64_t kBlockFloats = int64_t{1} << 20;  // gathered at a time
 
 // What the file has of a parameter: its name, and the names of AdamW's means of it.
@@ -79,6 +81,51 @@ void check_metadata(const cli::SafetensorsFile& file,
   }
 }
 
+// A tensor's part of the checksum: its name and shape, then its bytes.
+void begin_tensor(Fingerprint& print, const std::string& name, const std::vector<int64_t>& shape) {
+  print.add(name.c_str(), name.size() + 1);
+  print.add(shape.data(), shape.size() * sizeof shape[0]);
+}
+
+// Of all tensors, by name; so is the other one.
+std::string checksum_of(std::vector<cli::NamedTensor> tensors) {
+  std::ranges::sort(tensors, {}, &cli::NamedTensor::name);
+  Fingerprint print;
+  for (const cli::NamedTensor& named : tensors) {
+    begin_tensor(print, named.name, named.tensor->shape());
+    print.add(named.tensor->data(), static_cast<size_t>(named.tensor->bytes()));
+  }
+  return print.str();
+}
+
+// Reads the file once, a block of rows at a time.
+std::string checksum_of(const cli::SafetensorsFile& file) {
+  std::vector<const cli::TensorInfo*> tensors;
+  for (const cli::TensorInfo& info : file.tensors()) tensors.push_back(&info);
+  std::ranges::sort(tensors, {}, &cli::TensorInfo::name);
+  Fingerprint print;
+  for (const cli::TensorInfo* info : tensors) {
+    begin_tensor(print, info->name, info->shape);
+    const int64_t rows = info->shape.empty() ? 0 : info->shape[0];
+    const int64_t cols = info->shape.size() < 2 ? 1 : info->shape[1];
+    const int64_t block = std::max<int64_t>(kBlockFloats / std::max<int64_t>(cols, 1), 1);
+    for (int64_t first = 0; first < rows; first += block) {
+      const auto part = cli::take(file.read_rows(*info, first, std::min(first + block, rows)));
+      print.add(part.data(), static_cast<size_t>(part.bytes()));
+    }
+  }
+  return print.str();
+}
+
+void check_checksum(const cli::SafetensorsFile& file) {
+  const auto& metadata = file.metadata();
+  const std::string stated = metadata.contains(kChecksum) ? metadata.at(kChecksum) : "missing";
+  const std::string found = checksum_of(file);
+  if (found == stated) return;
+  cli::fail(fmt::format("{}: is damaged: the checksum of its tensors is {}, its header says {}",
+                        cli::printable(file.path()), found, cli::printable(stated)));
+}
+
 }  // namespace
 
 cli::HostTensor gather_rows(Communicator& ranks, const std::vector<RowRange>& cover,
@@ -89,10 +136,14 @@ cli::HostTensor gather_rows(Communicator& ranks, const std::vector<RowRange>& co
     V += rows.size();
     longest = std::max(longest, rows.size());
   }
-  cli::HostTensor whole(DType::f32, {keeps ? V : 0, cols});
   const int64_t block = std::clamp<int64_t>(kBlockFloats / cols, 1, std::max<int64_t>(longest, 1));
-  std::vector<float> sent(static_cast<size_t>(block * cols));
-  std::vector<float> all(sent.size() * cover.size());
+  cli::HostTensor whole;
+  std::vector<float> sent, all;
+  cli::on_every_rank(ranks, [&] {  // or some would wait for one that has no memory for it
+    whole = cli::HostTensor(DType::f32, {keeps ? V : 0, cols});
+    sent.resize(static_cast<size_t>(block * cols));
+    all.resize(sent.size() * cover.size());
+  });
   for (int64_t first = 0; first < longest; first += block) {
     const auto floats_of = [&](const RowRange& rows) {
       return std::clamp<int64_t>(rows.size() - first, 0, block) * cols;
@@ -133,7 +184,9 @@ void save_checkpoint(const std::string& path, Communicator& ranks,
     tensors.emplace_back("loss_bits", std::move(losses));
     std::vector<cli::NamedTensor> named;
     for (const auto& [name, tensor] : tensors) named.push_back({name, &tensor});
-    cli::take(cli::write_safetensors(path, named, metadata_of(trainer, fingerprint)));
+    auto metadata = metadata_of(trainer, fingerprint);
+    metadata[kChecksum] = checksum_of(named);
+    cli::take(cli::write_safetensors(path, named, metadata));
   });
 }
 
@@ -143,21 +196,31 @@ void load_checkpoint(const std::string& path, Communicator& ranks, const std::st
     const auto file = cli::take(cli::SafetensorsFile::open(path));
     check_metadata(file, metadata_of(trainer, fingerprint));
     Model& model = trainer.model();
+    const auto rows_of = [&](const Parameter* parameter) {
+      return parameter == &model.head ? model.V : parameter->rows;
+    };
+    // All that can be wrong, before a number of the model changes.
     for (Parameter* parameter : model.parameters()) {
-      const bool is_head = parameter == &model.head;
-      const int64_t rows = is_head ? model.V : parameter->rows;
-      const RowRange mine = is_head ? model.rows : RowRange{0, rows};
+      for (const Part& part : parts_of(*parameter)) {
+        find(file, part.name, "F32", {rows_of(parameter), parameter->cols});
+      }
+    }
+    const cli::TensorInfo& loss_bits = find(file, "loss_bits", "I64", {});
+    if (loss_bits.shape[0] > trainer.options().steps) {
+      cli::fail(fmt::format("{}: loss_bits has {} steps, must have at most {}",
+                            cli::printable(path), loss_bits.shape[0], trainer.options().steps));
+    }
+    check_checksum(file);
+    for (Parameter* parameter : model.parameters()) {
+      const int64_t rows = rows_of(parameter);
+      const RowRange mine = parameter == &model.head ? model.rows : RowRange{0, rows};
       for (const Part& part : parts_of(*parameter)) {
         const auto& info = find(file, part.name, "F32", {rows, parameter->cols});
         const auto tensor = cli::take(file.read_rows(info, mine.begin, mine.end));
         std::copy_n(tensor.as<float>(), parameter->size(), part.values->data());
       }
     }
-    const auto losses = cli::take(file.read(find(file, "loss_bits", "I64", {})));
-    if (losses.elements() > trainer.options().steps) {
-      cli::fail(fmt::format("{}: loss_bits has {} steps, must have at most {}",
-                            cli::printable(path), losses.elements(), trainer.options().steps));
-    }
+    const auto losses = cli::take(file.read(loss_bits));
     trainer.losses().clear();
     for (int64_t i = 0; i < losses.elements(); ++i) {
       trainer.losses().push_back(std::bit_cast<double>(losses.as<int64_t>()[i]));

@@ -6,6 +6,7 @@
 #include <span>
 
 #include "cli/host_tensor.h"
+#include "cli/ranks.h"
 #include "examples/train_lm/checkpoint.h"
 #include "reference/reference.h"
 
@@ -50,37 +51,39 @@ FirstStep check_first_step(Communicator& ranks, const std::vector<RowRange>& cov
   const Options& options = trainer.options();
   const int64_t BT = options.batch, H = options.hidden, V = trainer.model().V;
   const cli::HostTensor grad_weight = gather_rows(ranks, cover, trainer.model().head.gradient, H);
-  if (ranks.rank() != 0) return result;
+  cli::on_every_rank(ranks, [&] {  // float64 may find no memory
+    if (ranks.rank() != 0) return;
+    // AdamW has changed the head: here it is as it was, whole.
+    const Model initial(options, V, {0, V});
+    const ConstMatrixView input = matrix_view(trainer.head_input().data(), BT, H);
+    const ConstMatrixView weight = matrix_view(initial.head.value.data(), V, H);
+    const auto statistics = reference::forward(
+        input, weight, vector_view(std::span(trainer.target())), {.multiply = DType::bf16});
+    const auto loss = reference::loss(statistics);
+    for (const double value : loss.loss.value) result.exact_loss += value / static_cast<double>(BT);
+    const cli::HostTensor token_losses = as_tensor(trainer.token_losses(), {BT});
+    cli::judge_loss("loss", &token_losses, nullptr, statistics, false, result.judgements);
 
-  // AdamW has changed the head: here it is as it was, whole.
-  const Model initial(options, V, {0, V});
-  const ConstMatrixView input = matrix_view(trainer.head_input().data(), BT, H);
-  const ConstMatrixView weight = matrix_view(initial.head.value.data(), V, H);
-  const auto statistics = reference::forward(
-      input, weight, vector_view(std::span(trainer.target())), {.multiply = DType::bf16});
-  const auto loss = reference::loss(statistics);
-  for (const double value : loss.loss.value) result.exact_loss += value / static_cast<double>(BT);
-  const cli::HostTensor token_losses = as_tensor(trainer.token_losses(), {BT});
-  cli::judge_loss("loss", &token_losses, nullptr, statistics, false, result.judgements);
-
-  const float share = static_cast<float>(1.0 / static_cast<double>(BT));
-  const reference::GradientOperands operands = {
-      .input = input,
-      .weight = weight,
-      .grad = std::vector<double>(static_cast<size_t>(BT), static_cast<double>(share)),
-      .target_mask = statistics.target_mask,
-      .masked_target = statistics.masked_target,
-      .logits_max = statistics.logits_max.value,
-      .sum_exp_logits = statistics.sum_exp_logits.value,
-      .logsumexp_deviation = statistics.logsumexp_deviation,
-  };
-  const reference::GradientOptions how = {.multiply = DType::bf16};
-  cli::judge_gradient("gradient", "grad_input", as_tensor(trainer.grad_input(), {BT, H}),
-                      reference::grad_input(operands, how, spread_rows(BT)), V, result.judgements);
-  cli::judge_gradient(
-      "gradient", "grad_weight", grad_weight,
-      reference::grad_weight(operands, how, vocabulary_rows(cover, trainer.target())), BT,
-      result.judgements);
+    const float share = static_cast<float>(1.0 / static_cast<double>(BT));
+    const reference::GradientOperands operands = {
+        .input = input,
+        .weight = weight,
+        .grad = std::vector<double>(static_cast<size_t>(BT), static_cast<double>(share)),
+        .target_mask = statistics.target_mask,
+        .masked_target = statistics.masked_target,
+        .logits_max = statistics.logits_max.value,
+        .sum_exp_logits = statistics.sum_exp_logits.value,
+        .logsumexp_deviation = statistics.logsumexp_deviation,
+    };
+    const reference::GradientOptions how = {.multiply = DType::bf16};
+    cli::judge_gradient("gradient", "grad_input", as_tensor(trainer.grad_input(), {BT, H}),
+                        reference::grad_input(operands, how, spread_rows(BT)), V,
+                        result.judgements);
+    cli::judge_gradient(
+        "gradient", "grad_weight", grad_weight,
+        reference::grad_weight(operands, how, vocabulary_rows(cover, trainer.target())), BT,
+        result.judgements);
+  });
   return result;
 }
 

@@ -12,16 +12,13 @@ Head::Head(Communicator& ranks, VocabParallelPlan plan)
       workspace_(plan_.workspace_bytes()),
       loss_(static_cast<size_t>(plan_.shape().BT)) {}
 
-Result<Head> Head::plan(Communicator& ranks, const Shape& shape, const RowRange& rows,
-                        bool with_gradients, int threads) {
+Result<VocabParallelPlan> Head::plan(Communicator& ranks, const Shape& shape, const RowRange& rows,
+                                     bool with_gradients, int threads) {
   VocabParallelTypes types = {
       .operand = DType::f32, .multiply = DType::bf16, .strategy = Strategy::recompute};
   types.grad_input = types.grad_weight = {};
   if (with_gradients) types.grad_input = types.grad_weight = GradientOutput{.dtype = DType::f32};
-  auto plan =
-      plan_vocab_parallel_linear_cross_entropy(ranks, shape, rows, types, {.threads = threads});
-  if (!plan) return plan.error();
-  return Head(ranks, std::move(plan).value());
+  return plan_vocab_parallel_linear_cross_entropy(ranks, shape, rows, types, {.threads = threads});
 }
 
 Result<double> Head::run(const float* input, const float* weight,

@@ -16,8 +16,10 @@ class Head {
  public:
   // Collective. shape.V: of the whole vocabulary; rows: this rank's; threads: 0 = the library's
   // default. The plan's errors are the same on every rank.
-  static Result<Head> plan(Communicator& ranks, const Shape& shape, const RowRange& rows,
-                           bool with_gradients, int threads);
+  static Result<VocabParallelPlan> plan(Communicator& ranks, const Shape& shape,
+                                        const RowRange& rows, bool with_gradients, int threads);
+  // Asks for its memory: std::bad_alloc.
+  Head(Communicator& ranks, VocabParallelPlan plan);
 
   // Collective. Sum over BT tokens of the loss / normalizer, with the same bits on every rank.
   // Tokens whose target is kIgnored do not count. input [BT, H], weight [rows, H], target [BT]; the
@@ -32,8 +34,6 @@ class Head {
   const std::vector<float>& loss() const { return loss_; }  // of every token, of the last run
 
  private:
-  Head(Communicator& ranks, VocabParallelPlan plan);
-
   Communicator* ranks_;
   VocabParallelPlan plan_;
   cli::Buffer workspace_;

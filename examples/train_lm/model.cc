@@ -23,6 +23,15 @@ Model::Model(const Options& options, int64_t its_V, const RowRange& its_rows)
   head.initialise(RandomNumbers(options.seed, Purpose::head), 0.05f, rows.begin);
 }
 
+Layers::Layers(const Options& options) {
+  const size_t BT = static_cast<size_t>(options.batch), H = static_cast<size_t>(options.hidden);
+  const size_t inputs = static_cast<size_t>(options.context * options.embedding);
+  contexts_.reserve(BT * static_cast<size_t>(options.context));
+  for (auto* values : {&input_, &grad_input_}) values->reserve(BT * inputs);
+  for (auto* values : {&active_, &kept_, &output_, &grad_sum_}) values->reserve(BT * H);
+  transposed_.reserve(H * inputs);
+}
+
 void Layers::forward(const Model& model, std::span<const int32_t> contexts, double dropout,
                      const RandomNumbers& random) {
   const int64_t E = model.embedding.cols;

@@ -41,6 +41,9 @@ struct Model {
 // The small layers for BT words, and what their gradients need.
 class Layers {
  public:
+  Layers() = default;
+  explicit Layers(const Options& options);  // with the memory for a batch
+
   // dropout: of `output`, by `random`; 0 for words that are not trained on.
   void forward(const Model& model, std::span<const int32_t> contexts, double dropout,
                const RandomNumbers& random);

@@ -11,6 +11,7 @@
 #include "cli/failure.h"
 #include "cli/files.h"
 #include "cli/units.h"
+#include "examples/train_lm/fingerprint.h"
 
 namespace logitless::train_lm {
 namespace {
@@ -21,19 +22,6 @@ bool is_letter(char c) {
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' ||
          static_cast<unsigned char>(c) >= 0x80;
 }
-
-// FNV-1a.
-class Fingerprint {
- public:
-  void add(const void* data, size_t bytes) {
-    const auto* from = static_cast<const unsigned char*>(data);
-    for (size_t i = 0; i < bytes; ++i) hash_ = (hash_ ^ from[i]) * 0x100000001b3ULL;
-  }
-  std::string str() const { return fmt::format("{:016x}", hash_); }
-
- private:
-  uint64_t hash_ = 0xcbf29ce484222325ULL;
-};
 
 }  // namespace
 

@@ -12,7 +12,6 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
-#include <optional>
 #include <span>
 
 #include "cli/failure.h"
@@ -102,8 +101,8 @@ class Training {
     });
     const int threads = cli::threads_of_rank();
     omp_set_num_threads(threads > 0 ? threads : default_threads());  // of the small layers
-    trainer_.emplace(*ranks_, arguments_.options, text_,
-                     cover_[static_cast<size_t>(ranks_->rank())], threads);
+    trainer_ = make_trainer(*ranks_, arguments_.options, text_,
+                            cover_[static_cast<size_t>(ranks_->rank())], threads);
     if (!arguments_.resume.empty()) {
       load_checkpoint(arguments_.resume, *ranks_, fingerprint_, *trainer_);
     }
@@ -263,7 +262,7 @@ class Training {
   Text text_;
   std::string fingerprint_;
   std::vector<RowRange> cover_;
-  std::optional<Trainer> trainer_;
+  std::unique_ptr<Trainer> trainer_;
   Record record_;
   int64_t steps_timed_ = 0;
   bool fine_ = true;  // the first step, on rank 0

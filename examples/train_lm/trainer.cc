@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "examples/train_lm/trainer.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "cli/failure.h"
+#include "cli/ranks.h"
 #include "examples/train_lm/adamw.h"
 
 namespace logitless::train_lm {
@@ -42,19 +46,36 @@ std::vector<int32_t> Batches::of_step(int64_t step) {
 }
 
 Trainer::Trainer(Communicator& ranks, const Options& options, const Text& text,
-                 const RowRange& rows, int threads)
+                 const RowRange& rows, const Plans& plans)
     : options_(options),
       text_(text),
       split_(split_text(text)),
       batches_(options, split_.training),
       model_(options, text.V(), rows),
-      head_(take_on(
-          ranks, Head::plan(ranks, {.BT = options.batch, .V = text.V(), .H = options.hidden}, rows,
-                            true, threads))),
-      held_out_head_(take_on(
-          ranks, Head::plan(ranks, {.BT = options.batch, .V = text.V(), .H = options.hidden}, rows,
-                            false, threads))),
+      head_(ranks, plans.step),
+      held_out_head_(ranks, plans.held_out),
+      layers_(options),
       grad_input_(static_cast<size_t>(options.batch * options.hidden)) {}
+
+std::unique_ptr<Trainer> make_trainer(Communicator& ranks, const Options& options, const Text& text,
+                                      const RowRange& rows, int threads) {
+  const Shape shape = {.BT = options.batch, .V = text.V(), .H = options.hidden};
+  const auto plan = [&](bool with_gradients) {
+    return take_on(ranks, Head::plan(ranks, shape, rows, with_gradients, threads));
+  };
+  const Trainer::Plans plans = {.step = plan(true), .held_out = plan(false)};
+  std::unique_ptr<Trainer> trainer;
+  cli::on_every_rank(ranks, [&] {
+    try {
+      trainer = std::make_unique<Trainer>(ranks, options, text, rows, plans);
+    } catch (const std::bad_alloc&) {
+      cli::fail(
+          fmt::format("there is not enough memory for the model with {} of the head's {} rows",
+                      rows.size(), text.V()));
+    }
+  });
+  return trainer;
+}
 
 void Trainer::gather(std::span<const int32_t> positions, int64_t rows) {
   // What is left of the last batch does not count.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -33,10 +34,13 @@ class Batches {
 // The model and its training, one step after the other. Every call of it is collective.
 class Trainer {
  public:
-  // text must outlive the trainer. threads: 0 = the library's default. Throws cli::Failure, on
-  // every rank.
+  struct Plans {
+    VocabParallelPlan step, held_out;
+  };
+  // Not collective, and asks for the memory of the model and of a step: std::bad_alloc. text must
+  // outlive the trainer.
   Trainer(Communicator& ranks, const Options& options, const Text& text, const RowRange& rows,
-          int threads);
+          const Plans& plans);
 
   // One step; the mean loss of its words before it, with the same bits on every rank.
   // ErrorKind::cancelled, on every rank, when `cancel` fires on one: the model is as before.
@@ -74,5 +78,10 @@ class Trainer {
   std::vector<float> grad_input_;
   std::vector<double> losses_;
 };
+
+// Plans, then a trainer; threads: 0 = the library's default. Collective: where one rank has not the
+// memory for it, or a plan is impossible, every rank throws the same cli::Failure.
+std::unique_ptr<Trainer> make_trainer(Communicator& ranks, const Options& options, const Text& text,
+                                      const RowRange& rows, int threads);
 
 }  // namespace logitless::train_lm

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -107,7 +108,7 @@ TEST(Checkpoint, WhatIsWrongWithAFileIsNamed) {
     ASSERT_TRUE(cli::write_safetensors(broken, {{"x", &other}}, {}));
     EXPECT_THAT(complaint(broken, print), HasSubstr("broken: is no checkpoint of this program"));
     auto metadata = to_map(small_options());
-    metadata["format"] = "logitless_train_lm 1";
+    metadata["format"] = "logitless_train_lm 2";
     metadata["text"] = print;
     ASSERT_TRUE(cli::write_safetensors(broken, {{"embedding", &other}}, metadata));
     EXPECT_THAT(complaint(broken, print),
@@ -118,6 +119,52 @@ TEST(Checkpoint, WhatIsWrongWithAFileIsNamed) {
   with_trainers(1, options, text, [&](Communicator& communicator, Trainer& trainer) {
     EXPECT_THAT(test::message_of([&] { load_checkpoint(path, communicator, print, trainer); }),
                 HasSubstr("run.safetensors: was made with --hidden 40, this run has 41"));
+  });
+}
+
+TEST(Checkpoint, ADamagedFileIsRefusedAndTheModelLeftAlone) {
+  const cli::test::Scratch scratch;
+  const std::string path = scratch.path("run.safetensors"), damaged = scratch.path("damaged");
+  const Text text = small_text();
+  const std::string print = text.fingerprint();
+  with_trainers(3, small_options(), text, [&](Communicator& communicator, Trainer& trainer) {
+    run_steps(trainer, 2);
+    save_checkpoint(path, communicator, small_cover(text.V(), 3), print, trainer);
+  });
+  const std::string bytes = cli::test::read_file(path);
+  uint64_t header_bytes = 0;  // little endian, as this machine is
+  std::memcpy(&header_bytes, bytes.data(), sizeof header_bytes);
+  const size_t data = sizeof header_bytes + static_cast<size_t>(header_bytes);
+  ASSERT_LT(data, bytes.size());
+  with_trainers(1, small_options(), text, [&](Communicator& communicator, Trainer& trainer) {
+    const auto before = bits_of(trainer);
+    const auto complaint = [&](const std::string& contents) {
+      cli::test::write_file(damaged, contents);
+      const std::string message =
+          test::message_of([&] { load_checkpoint(damaged, communicator, print, trainer); });
+      EXPECT_EQ(bits_of(trainer), before);
+      return message;
+    };
+    // In every tensor, first and last byte of the data among them.
+    for (size_t i = 0; i < 64; ++i) {
+      std::string other = bytes;
+      const size_t at = data + i * (bytes.size() - data - 1) / 63;
+      other[at] = static_cast<char>(other[at] ^ (1 << (i % 8)));
+      EXPECT_THAT(complaint(other),
+                  HasSubstr("damaged: is damaged: the checksum of its tensors is "))
+          << at;
+    }
+    std::string other = bytes;
+    const size_t sum = other.find("\"checksum\":\"") + 12;
+    other[sum] = other[sum] == '0' ? '1' : '0';
+    EXPECT_THAT(complaint(other),
+                HasSubstr("damaged: is damaged: the checksum of its tensors is "));
+    for (const size_t size :
+         {bytes.size() - 1, bytes.size() / 2, data, data / 2, size_t{8}, size_t{0}}) {
+      EXPECT_THAT(complaint(bytes.substr(0, size)), HasSubstr("damaged: ")) << size;
+    }
+    load_checkpoint(path, communicator, print, trainer);
+    EXPECT_NE(bits_of(trainer), before);
   });
 }
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# ranks_test.sh PROGRAM MPIEXEC: logitless_train_lm on four ranks learns what it learns on one.
+# ranks_test.sh PROGRAM MPIEXEC [no_]memory_limits: logitless_train_lm on four ranks learns what it learns on one.
 set -euo pipefail
 program=$1
 mpirun=$2
+limits=$3
 source "$(dirname "${BASH_SOURCE[0]}")/text.sh"
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -25,3 +26,18 @@ if "$mpirun" -n 3 "$program" train "${small[@]}" none >out 2>err; then fail "a m
   cat err
   fail "the error must stand once"
 }
+
+# 64 TiB for the hidden layer: nobody has that, and the limit sees to it where memory is promised to anyone who asks.
+if [[ $limits == memory_limits ]]; then
+  status=0
+  (
+    ulimit -v $((8 << 20))
+    "$mpirun" -n 3 "$program" train --context 64 --embedding 4096 --hidden 16384 --batch 16 text >out 2>err
+  ) || status=$?
+  [[ $status == 2 && $(grep -c "^logitless_train_lm: .*not enough memory for the model" err) == 1 ]] || {
+    cat err
+    fail "exit status $status: three ranks without memory must say so once"
+  }
+else
+  echo "not tested here: ranks without memory, since a sanitizer cannot start under a limit"
+fi

@@ -57,9 +57,9 @@ void with_trainers(int ranks, const Options& options, const Text& text,
   const std::vector<RowRange> cover = small_cover(text.V(), ranks);
   const auto on_rank = [&](Communicator& communicator) {
     try {
-      Trainer trainer(communicator, options, text, cover[static_cast<size_t>(communicator.rank())],
-                      1);
-      body(communicator, trainer);
+      const auto trainer = make_trainer(communicator, options, text,
+                                        cover[static_cast<size_t>(communicator.rank())], 1);
+      body(communicator, *trainer);
     } catch (const cli::Failure& failure) {
       ADD_FAILURE() << "rank " << communicator.rank() << ": " << failure.message;
     }

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/train_lm/failing_new.h"
+
+#include <cstdlib>
+#include <new>
+
+namespace {
+
+struct State {
+  bool armed = false;
+  int64_t before = 0;
+  size_t bytes = 0;
+};
+thread_local State state;
+
+void* allocate(size_t bytes, size_t alignment) {
+  if (state.armed && bytes >= state.bytes && state.before-- == 0) throw std::bad_alloc();
+  // aligned_alloc wants a multiple of the alignment.
+  void* const memory =
+      alignment <= alignof(std::max_align_t)
+          ? std::malloc(bytes > 0 ? bytes : 1)
+          : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+void* operator new(size_t bytes) { return allocate(bytes, 0); }
+void* operator new(size_t bytes, std::align_val_t alignment) {
+  return allocate(bytes, static_cast<size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace logitless::train_lm::test {
+
+FailingNew::FailingNew(int64_t before, size_t bytes) {
+  state = {.armed = true, .before = before, .bytes = bytes};
+}
+FailingNew::~FailingNew() { state = {}; }
+bool FailingNew::failed() const { return state.before < 0; }
+
+}  // namespace logitless::train_lm::test

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace logitless::train_lm::test {
+
+// While one lives, operator new throws std::bad_alloc once on this thread: for the allocation of at
+// least `bytes` that `before` others came before. failing_new.cc replaces the program's operator
+// new.
+class FailingNew {
+ public:
+  FailingNew(int64_t before, size_t bytes);
+  ~FailingNew();
+  FailingNew(const FailingNew&) = delete;
+  FailingNew& operator=(const FailingNew&) = delete;
+  bool failed() const;  // whether there was such an allocation
+};
+
+}  // namespace logitless::train_lm::test
