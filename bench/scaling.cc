@@ -294,10 +294,13 @@ struct Model {
     const double times = scatters ? 1 : 2;
     s.summing = times * (blocks * (p - 1) * link.latency +
                          (p - 1) / p * BT * H * 4 / link.bytes_per_second);
-    // The last block's sum has nothing to hide behind.
+    // The first sum begins after two blocks' forwards and one's gradients, or, recomputed, after
+    // everyone's forward and one's gradients; the last one has nothing to hide behind.
     const double work = s.computing + s.merging;
+    const double first =
+        work * std::min(1.0, products == 3 ? 4 / (3 * blocks) : 0.25 + 0.75 / blocks);
     const double last = s.summing / blocks;
-    s.total = std::max(work, s.gathering + s.summing - last) + last;
+    s.total = std::max(work + last, first + s.gathering + s.summing);
     return s;
   }
   // The most ranks whose communication is shorter than what they compute.

@@ -14,10 +14,13 @@ Head::Head(Communicator& ranks, VocabParallelPlan plan)
 
 Result<VocabParallelPlan> Head::plan(Communicator& ranks, const Shape& shape, const RowRange& rows,
                                      bool with_gradients, int threads) {
-  VocabParallelTypes types = {
-      .operand = DType::f32, .multiply = DType::bf16, .strategy = Strategy::recompute};
+  VocabParallelTypes types = {.operand = DType::f32, .multiply = DType::bf16};
   types.grad_input = types.grad_weight = {};
-  if (with_gradients) types.grad_input = types.grad_weight = GradientOutput{.dtype = DType::f32};
+  if (with_gradients) {
+    types.grad_input = types.grad_weight = GradientOutput{.dtype = DType::f32};
+    // By name: which one is automatic depends on limits, and a run must not.
+    types.strategy = Strategy::one_pass;
+  }
   return plan_vocab_parallel_linear_cross_entropy(ranks, shape, rows, types, {.threads = threads});
 }
 
