@@ -36,9 +36,14 @@ double mass_below(std::span<const double> softmax, int64_t target, double tau) {
   return sum;
 }
 
-// The 64 signs of one element, a bit each.
-uint64_t signs_of(int64_t row, int64_t col) {
-  return mix64(mix64(static_cast<uint64_t>(row) + kGolden) + static_cast<uint64_t>(col));
+// 64 signs for each of `count` rows or columns.
+Matrix random_signs(int64_t count, uint64_t seed) {
+  Matrix signs(count, BiasCheck::kRandomDirections);
+  for (int64_t i = 0; i < count; ++i) {
+    uint64_t bits = mix64(mix64(seed + kGolden) + static_cast<uint64_t>(i));
+    for (int64_t k = 0; k < signs.cols; ++k, bits >>= 1) signs(i, k) = (bits & 1) != 0 ? 1.0 : -1.0;
+  }
+  return signs;
 }
 
 }  // namespace
@@ -97,6 +102,53 @@ SparseRule sparse_rule(std::span<const double> softmax, int64_t target, double e
   return rule;
 }
 
+namespace {
+
+// The expected number of kept elements, were the sampled columns all there is, each so many times.
+double sampled_kept(std::span<const double> logits, int64_t target, double eps, int64_t stride) {
+  std::vector<double> sample;
+  double max = -kInfinity, sum = 0.0;
+  for (int64_t v = 0; v < static_cast<int64_t>(logits.size()); v += stride) {
+    if (v == target) continue;
+    sample.push_back(logits[static_cast<size_t>(v)]);
+    max = std::max(max, sample.back());
+  }
+  if (!std::isfinite(max)) return 0.0;
+  const auto each = static_cast<double>(stride);
+  for (double& p : sample) {
+    p = std::exp(p - max);
+    sum += each * p;
+  }
+  for (double& p : sample) p /= sum;
+  // Of the sample's own softmax, where rest is 1: each column stands for `stride` of them.
+  for (double tau = 1.0;; tau /= 2.0) {
+    double below = 0.0, above = 0.0;
+    for (const double p : sample) (p < tau ? below : above) += p < tau ? each * p : each;
+    if (tau * below <= eps * eps) return above + below / tau;
+  }
+}
+
+}  // namespace
+
+DenseRule dense_rule(std::span<const double> logits, int64_t target, double eps,
+                     const SparseRule& rule) {
+  constexpr int64_t kLeastSampled = 2048;
+  const auto V = static_cast<int64_t>(logits.size());
+  const double tenth = static_cast<double>(V) / 10.0;
+  DenseRule dense;
+  // The target may be counted or not.
+  dense.may_be_dense = rule.expected_kept > 0.75 * tenth;
+  dense.may_be_sparse = rule.expected_kept < 1.25 * tenth + 1.5;
+  if (V >= kLeastSampled) {
+    const int64_t stride = std::max<int64_t>(64, (V + 1023) / 1024);
+    const double quarter = static_cast<double>(V) / 4.0;
+    const double sampled = sampled_kept(logits, target, eps, stride);
+    if (sampled > 0.8 * quarter) dense.may_be_dense = true;
+    if (sampled > 1.25 * quarter) dense.may_be_sparse = false;
+  }
+  return dense;
+}
+
 // ---- grad_logits of a batch -------------------------------------------------------------------
 
 SparseGradient sparse_grad_logits(const SparseOperands& operands) {
@@ -106,6 +158,7 @@ SparseGradient sparse_grad_logits(const SparseOperands& operands) {
   result.expected = Matrix(BT, V);
   result.distance = Matrix(BT, V);
   result.rules.resize(static_cast<size_t>(BT));
+  result.dense.resize(static_cast<size_t>(BT));
   result.not_finite.resize(static_cast<size_t>(BT));
   std::fill(result.distance.values.begin(), result.distance.values.end(), kInfinity);
   std::vector<uint32_t> vocab_hash(static_cast<size_t>(V));
@@ -139,6 +192,7 @@ SparseGradient sparse_grad_logits(const SparseOperands& operands) {
 
     const SparseRule rule = sparse_rule(softmax, target, operands.eps);
     result.rules[i] = rule;
+    result.dense[i] = dense_rule({logits, static_cast<size_t>(V)}, target, operands.eps, rule);
     const uint32_t token_hash =
         sparse_token_hash(operands.seed, operands.token_ids.empty() ? b : operands.token_ids[i]);
     for (int64_t v = 0; v < V; ++v) {
@@ -191,6 +245,8 @@ Matrix transposed_times(const Matrix& grad_logits, const Matrix& input) {
 
 BiasCheck::BiasCheck(Matrix expected, std::vector<double> rounding, Rows rows)
     : expected_(std::move(expected)),
+      row_signs_(random_signs(expected_.rows, 1)),
+      column_signs_(random_signs(expected_.cols, 2)),
       allowed_(kDirections),
       sum_(kDirections),
       squares_(kDirections) {
@@ -228,13 +284,14 @@ void BiasCheck::add(const Matrix& got) {
   double along[kDirections] = {};
   for (size_t u = 0; u < used_.size(); ++u) {
     const int64_t r = used_[u];
+    double of_row[kRandomDirections] = {};
     for (int64_t c = 0; c < expected_.cols; ++c) {
       const double error = (got(r, c) - expected_(r, c)) * scale_[u];
       along[0] += error * expected_(r, c) * scale_[u];
-      uint64_t signs = signs_of(r, c);
-      for (int k = 1; k < kDirections; ++k, signs >>= 1)
-        along[k] += (signs & 1) != 0 ? error : -error;
+      const double* signs = column_signs_.row(c);
+      for (int k = 0; k < kRandomDirections; ++k) of_row[k] += error * signs[k];
     }
+    for (int k = 0; k < kRandomDirections; ++k) along[k + 1] += of_row[k] * row_signs_(r, k);
   }
   for (int k = 0; k < kDirections; ++k) {
     sum_[static_cast<size_t>(k)] += along[k];

@@ -42,6 +42,18 @@ struct SparseRule {
 // target outside [0, V): no element is the target.
 SparseRule sparse_rule(std::span<const double> softmax, int64_t target, double eps);
 
+// Rows of which more than about a tenth would be kept are left to the exact gradient, which is then
+// cheaper; that is no part of the definition, and a row near the limit may go either way.
+struct DenseRule {
+  bool may_be_dense = false;
+  bool may_be_sparse = true;
+};
+// logits and softmax of the row. Of a large vocabulary a sample is looked at beforehand, the
+// elements of every 64th column (or of 1024, if these are fewer) but the target's, taken for all of
+// them: if that keeps more than a quarter, the row counts as flat.
+DenseRule dense_rule(std::span<const double> logits, int64_t target, double eps,
+                     const SparseRule& rule);
+
 // ---- grad_logits of a batch -------------------------------------------------------------------
 struct SparseOperands {
   Matrix logits;                        // [BT, V]
@@ -59,6 +71,7 @@ struct SparseGradient {
   // [BT, V]: |u tau - p| / p where a choice was made: how near the other one was; else infinite.
   Matrix distance;
   std::vector<SparseRule> rules;    // [BT]; tau is 0 where a row has no gradient
+  std::vector<DenseRule> dense;     // [BT]
   std::vector<uint8_t> not_finite;  // [BT]: statistics are not, so that nothing can be chosen
 };
 SparseGradient sparse_grad_logits(const SparseOperands& operands);
@@ -99,6 +112,7 @@ class BiasCheck {
 
  private:
   Matrix expected_;
+  Matrix row_signs_, column_signs_;  // a direction's sign at an element is the product of two
   std::vector<int64_t> used_;
   std::vector<double> scale_;    // of the used rows
   std::vector<double> allowed_;  // [kDirections]

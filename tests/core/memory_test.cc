@@ -7,6 +7,7 @@
 #include "tests/support/allocation_hook.h"
 #include "tests/support/cases.h"
 #include "tests/support/isa_test.h"
+#include "tests/support/one_hot.h"
 
 namespace logitless::test {
 namespace {
@@ -119,6 +120,63 @@ TEST_P(Allocation, LossAndGradientAllocatesNothing) {
       }
       EXPECT_TRUE(ok);
       EXPECT_EQ(allocations, 0) << c.describe();
+    }
+  }
+}
+
+// Sparse and dense rows, in one pass and with statistics given, with much memory and little.
+TEST_P(Allocation, SparseGradientAllocatesNothing) {
+  for (const Arithmetic& arithmetic : all_arithmetics()) {
+    StepCase c = make_step({.BT = 100, .V = 2000, .H = 64}, arithmetic);
+    c.grad_tolerance = 0x1p-6f;
+    for (int64_t b = 0; b < 100; ++b) {
+      const double scale = b % 5 == 4 ? 1.0 / 64 : 2.0;
+      for (int64_t h = 0; h < 64; ++h) c.input.set(b, h, c.input.get(b, h) * scale);
+    }
+    c.token_ids = TestTensor::vector(DType::i64, 100);
+    for (int64_t b = 0; b < 100; ++b) c.token_ids->set_index(b, 3 * b);
+    const StepResult statistics = run_step(c, options(), Strategy::automatic);
+    EXPECT_GT(statistics.gradients.sparse_counts.dense_rows, 0);
+    EXPECT_LT(statistics.gradients.sparse_counts.dense_rows, 100);
+    const GradientCase g = gradient_case_of(c, &statistics);
+    const auto step_plan = [&](int64_t limit) {
+      PlanOptions o = options();
+      o.workspace_limit_bytes = limit;
+      return plan_loss_and_gradient(c.shape, c.types(), o);
+    };
+    const auto gradient_plan = [&](int64_t limit) {
+      PlanOptions o = options();
+      o.workspace_limit_bytes = limit;
+      return plan_gradient(g.shape, g.types(), o);
+    };
+    TestTensor loss = TestTensor::vector(DType::f32, 100);
+    GradientResult r = make_gradient_outputs(g);
+    LossAndGradientOutputs outputs;
+    outputs.loss = loss.vector_view();
+    outputs.grad_input = r.grad_input->matrix_view();
+    outputs.grad_weight = r.grad_weight->matrix_view();
+    outputs.sparse_counts = &r.sparse_counts;
+    const LossAndGradientOperands operands = c.operands();
+    const GradientOperands gradient_operands = g.operands();
+    const GradientOutputs gradient_outputs = outputs_of(r);
+    const auto expect_none = [&](const auto& plan, const auto& in, const auto& out) {
+      ASSERT_TRUE(plan);
+      const auto workspace = guarded_workspace(plan->workspace_bytes());
+      ASSERT_TRUE(run(*plan, in, out, workspace));
+      int64_t allocations = -1;
+      bool ok = false;
+      {
+        const AllocationGuard guard;
+        ok = static_cast<bool>(run(*plan, in, out, workspace));
+        allocations = guard.allocations();
+      }
+      EXPECT_TRUE(ok);
+      EXPECT_EQ(allocations, 0) << c.describe();
+    };
+    for (const bool little : {false, true}) {
+      expect_none(step_plan(little ? least_limit(step_plan) : 0), operands, outputs);
+      expect_none(gradient_plan(little ? least_limit(gradient_plan) : 0), gradient_operands,
+                  gradient_outputs);
     }
   }
 }

@@ -315,6 +315,7 @@ GradientTypes GradientCase::types() const {
           .target = target_type,
           .mode = mode,
           .logits_rounding = rounding,
+          .grad_tolerance = grad_tolerance,
           .grad_input = grad_input,
           .grad_weight = grad_weight};
 }
@@ -334,6 +335,8 @@ GradientOperands GradientCase::operands() const {
     o.softmax = softmax->matrix_view();
   }
   if (counts) o.counts = counts->vector_view();
+  o.seed = seed;
+  if (token_ids) o.token_ids = token_ids->vector_view();
   return o;
 }
 
@@ -501,8 +504,9 @@ GradientResult run_gradient(const GradientCase& c, const PlanOptions& options) {
 
 GradientResult run_gradient(const GradientCase& c, const GradientPlan& plan) {
   GradientResult result = make_gradient_outputs(c);
-  const auto ran =
-      run(plan, c.operands(), outputs_of(result), guarded_workspace(plan.workspace_bytes()));
+  GradientOutputs outputs = outputs_of(result);
+  if (c.grad_tolerance > 0) outputs.sparse_counts = &result.sparse_counts;
+  const auto ran = run(plan, c.operands(), outputs, guarded_workspace(plan.workspace_bytes()));
   if (!ran) ADD_FAILURE() << "gradient: " << ran.error().message;
   EXPECT_EQ(result.damage(), "");
   return result;

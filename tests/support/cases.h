@@ -99,11 +99,14 @@ struct GradientCase {
   MaskLayout mask_layout = MaskLayout::packed_lsb_first;
   GradientMode mode = GradientMode::memory_saving;
   LogitsRounding rounding = LogitsRounding::none;
+  float grad_tolerance = 0.0f;
+  uint64_t seed = 0;
   std::optional<GradientOutput> grad_input = GradientOutput{};
   std::optional<GradientOutput> grad_weight = GradientOutput{};
   Layout grad_input_layout = {}, grad_weight_layout = {};
   TestTensor grad, input, weight, masked_target, logits_max, sum_exp_logits;
-  std::optional<TestTensor> target_mask = {}, grad_logsumexp = {}, softmax = {}, counts = {};
+  std::optional<TestTensor> target_mask = {}, grad_logsumexp = {}, softmax = {}, counts = {},
+                            token_ids = {};
 
   GradientTypes types() const;
   GradientOperands operands() const;
@@ -127,6 +130,7 @@ GradientCase make_gradient_case(ForwardCase forward, const GradientCaseOptions& 
 
 struct GradientResult {
   std::optional<TestTensor> grad_input = {}, grad_weight = {};
+  SparseCounts sparse_counts = {};
   // What the buffers held before, where they are accumulated into.
   reference::Matrix initial_input = {}, initial_weight = {};
   std::vector<uint64_t> bits() const;

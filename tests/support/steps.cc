@@ -26,6 +26,7 @@ LossAndGradientTypes StepCase::types() const {
   return {.operand = arithmetic.operand,
           .multiply = arithmetic.multiply,
           .target = target_type,
+          .grad_tolerance = grad_tolerance,
           .grad_input = grad_input,
           .grad_weight = grad_weight};
 }
@@ -39,6 +40,8 @@ LossAndGradientOperands StepCase::operands() const {
   if (counts) o.rows.counts = counts->vector_view();
   if (token_weights) o.token_weights = token_weights->vector_view();
   o.normalizer = normalizer;
+  o.seed = seed;
+  if (token_ids) o.token_ids = token_ids->vector_view();
   return o;
 }
 
@@ -94,6 +97,8 @@ GradientCase gradient_case_of(const StepCase& c, const StepResult* statistics) {
   g.grad_weight = c.grad_weight;
   g.grad_input_layout = c.grad_input_layout;
   g.grad_weight_layout = c.grad_weight_layout;
+  g.grad_tolerance = c.grad_tolerance;
+  g.seed = c.seed;
   if (statistics == nullptr) return g;
   const int64_t BT = c.shape.BT, V = c.shape.V, H = c.shape.H;
   g.grad = TestTensor::vector(DType::f32, BT);
@@ -111,6 +116,10 @@ GradientCase gradient_case_of(const StepCase& c, const StepResult* statistics) {
   }
   for (int64_t v = 0; v < V; ++v) {
     for (int64_t h = 0; h < H; ++h) g.weight.set(v, h, c.weight.get(v, h));
+  }
+  if (c.token_ids) {
+    g.token_ids = TestTensor::vector(DType::i64, BT);
+    for (int64_t b = 0; b < BT; ++b) g.token_ids->set_index(b, c.token_ids->get_index(b));
   }
   return g;
 }
@@ -155,6 +164,7 @@ StepResult run_step(const StepCase& c, const LossAndGradientPlan& plan) {
   outputs.predicted_logits = r.predicted_logits.vector_view();
   outputs.grad_input = gradients.grad_input;
   outputs.grad_weight = gradients.grad_weight;
+  if (c.grad_tolerance > 0) outputs.sparse_counts = &r.gradients.sparse_counts;
   const auto ran = run(plan, c.operands(), outputs, guarded_workspace(plan.workspace_bytes()));
   if (!ran) ADD_FAILURE() << "loss_and_gradient: " << ran.error().message;
   EXPECT_EQ(r.gradients.damage() + r.loss.damage() + r.logits_max.damage() +

@@ -18,13 +18,15 @@ struct StepCase {
   Shape shape;
   Arithmetic arithmetic;
   DType target_type = DType::i64;
+  float grad_tolerance = 0.0f;
+  uint64_t seed = 0;
   std::optional<GradientOutput> grad_input, grad_weight;
   std::optional<int64_t> ignore_index = {};
   std::optional<double> normalizer = {};
   Layout grad_input_layout = {}, grad_weight_layout = {};
   int64_t vector_stride = 1;
   TestTensor input, weight, target;
-  std::optional<TestTensor> counts = {}, token_weights = {};
+  std::optional<TestTensor> counts = {}, token_weights = {}, token_ids = {};
 
   bool row_counts(int64_t b) const;
   // w[b], as the operator computes it: in double, rounded to float for the gradient.
