@@ -134,17 +134,16 @@ DenseRule dense_rule(std::span<const double> logits, int64_t target, double eps,
                      const SparseRule& rule) {
   constexpr int64_t kLeastSampled = 2048;
   const auto V = static_cast<int64_t>(logits.size());
-  const double tenth = static_cast<double>(V) / 10.0;
+  const double limit = 0.15 * static_cast<double>(V);
   DenseRule dense;
   // The target may be counted or not.
-  dense.may_be_dense = rule.expected_kept > 0.75 * tenth;
-  dense.may_be_sparse = rule.expected_kept < 1.25 * tenth + 1.5;
+  dense.may_be_dense = rule.expected_kept > 0.75 * limit;
+  dense.may_be_sparse = rule.expected_kept < 1.25 * limit + 1.5;
   if (V >= kLeastSampled) {
     const int64_t stride = std::max<int64_t>(64, (V + 1023) / 1024);
-    const double quarter = static_cast<double>(V) / 4.0;
+    const double flat = 0.15 * static_cast<double>(V);
     const double sampled = sampled_kept(logits, target, eps, stride);
-    if (sampled > 0.8 * quarter) dense.may_be_dense = true;
-    if (sampled > 1.25 * quarter) dense.may_be_sparse = false;
+    if (sampled > 0.8 * flat) dense.may_be_dense = true;
   }
   return dense;
 }

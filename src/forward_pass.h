@@ -19,6 +19,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "cpu/constants.h"
@@ -26,6 +27,7 @@
 #include "few_tokens.h"
 #include "logitless/forward.h"
 #include "plan.h"
+#include "sparse_rule.h"
 #include "team.h"
 #include "views.h"
 
@@ -59,9 +61,10 @@ class ForwardPass {
 
   // Where the candidates of a sparse gradient go, and what they are measured by.
   struct Collect {
-    float share = 0;  // of the sum without the target: what is below share * u is no candidate
-    uint64_t vocab_seed = 0;
-    int64_t vocab_start = 0;
+    double tolerance = 0;
+    const uint32_t* vocab_hash = nullptr;  // of every column, up to whole segments
+    const SparseTail* tails = nullptr;     // of every token; null: thresholds that always hold
+    double sample_stride = 0;
     float* values = nullptr;  // of all threads, per_thread elements each
     uint8_t* columns = nullptr;
     int64_t per_thread = 0;
@@ -111,6 +114,21 @@ class ForwardPass {
       set_f32(out_.predicted_logits, b, 0.0f);
       if (out_.logits) zero_row(*out_.logits, b);
     }
+  }
+
+  // The threshold of candidates, relative to exp(reference), of a token whose sum without the
+  // target is `rest` in a share of the columns, relative to the same.
+  float threshold_of(int64_t b, float reference, double rest, double seen) const {
+    double threshold = collect_.tolerance * collect_.tolerance * rest;
+    if (collect_.tails != nullptr) {
+      const SparseTail& tail = collect_.tails[b];
+      const double scale = std::exp(static_cast<double>(reference - tail.reference));
+      const double guess =
+          tail.guess(rest * scale, seen, collect_.tolerance, collect_.sample_stride) / scale;
+      if (std::isfinite(guess)) threshold = std::max(threshold, guess);
+    }
+    // Half of it, for the row's own is a power of two; and a little for the roundings.
+    return static_cast<float>(0.5 * (1 - 0x1p-10) * threshold);
   }
 
   int64_t next_block(const Team& team, int64_t& cursor) const {
@@ -254,6 +272,9 @@ class ForwardPass {
       merge_segments(team, rows, s0, s1 - s0);
       if (!p_.collects) continue;
       merge_rest(team, rows, s0, s1 - s0);
+      if (s1 < segments) {
+        set_thresholds(team, rows, static_cast<double>(s1) / static_cast<double>(segments));
+      }
       team.barrier();
     }
     finish(team.part(rows));
@@ -381,16 +402,12 @@ class ForwardPass {
   // The segment's statistics, and its candidates.
   void collect(const Team& team, int64_t row0, int rows, const float* tiles, int64_t tile_floats,
                int64_t v0, int vocab_panels, float* max, float* sum) {
-    alignas(64) uint32_t hash[cpu::kSegmentColumns];
-    for (int c = 0; c < cpu::kSegmentColumns; ++c) {
-      hash[c] = cpu::hash_of(collect_.vocab_seed, collect_.vocab_start + v0 + c);
-    }
     const int64_t segments = p_.partial_segments();
     const cpu::Collector collector{
         .token_hash = region<uint32_t>(p_.token_hash) + row0,
         .threshold = region<float>(p_.threshold) + row0,
         .reference = region<float>(p_.reference) + row0,
-        .vocab_hash = hash,
+        .vocab_hash = collect_.vocab_hash + v0,
         .values = collect_.values,
         .columns = collect_.columns,
         .used = collect_.used + team.rank() * Collect::kUsedStride,
@@ -400,7 +417,7 @@ class ForwardPass {
     k_.segment_stats_collect(tiles, tile_floats, vocab_panels, g_.nr, rows, max, sum, collector);
   }
 
-  // The same merge for the sums without targets, and what the next candidates are measured by.
+  // The same merge for the sums without targets.
   void merge_rest(const Team& team, int64_t rows, int64_t s0, int64_t segments) {
     const Range mine = team.part(rows);
     float* max = region<float>(p_.rest_max) + mine.begin;
@@ -411,9 +428,18 @@ class ForwardPass {
       k_.merge_rows(max, sum, low, region<float>(p_.partial_max) + part,
                     region<float>(p_.partial_rest) + part, mine.size());
     }
-    for (int64_t r = 0; r < mine.size(); ++r) {
-      region<float>(p_.threshold)[mine.begin + r] = collect_.share * (sum[r] + low[r]);
-      region<float>(p_.reference)[mine.begin + r] = max[r];
+  }
+
+  // What the next candidates are measured by, from the sums so far.
+  void set_thresholds(const Team& team, int64_t rows, double seen) {
+    const Range mine = team.part(rows);
+    const int64_t* index = region<int64_t>(p_.row_index);
+    for (int64_t r = mine.begin; r < mine.end; ++r) {
+      const float reference = region<float>(p_.rest_max)[r];
+      const double rest = static_cast<double>(region<float>(p_.rest_sum)[r]) +
+                          static_cast<double>(region<float>(p_.rest_low)[r]);
+      region<float>(p_.threshold)[r] = threshold_of(index[r], reference, rest, seen);
+      region<float>(p_.reference)[r] = reference;
     }
   }
 

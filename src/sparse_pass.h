@@ -23,8 +23,8 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "cpu/sparse_hash.h"
@@ -69,17 +69,16 @@ class SparsePass {
         in_(in),
         out_(out),
         seed_(seed),
+        vocab_start_(vocab_start),
         source_(source),
         rows_(rows),
         kinds_(kinds),
         ws_(workspace),
         stop_(stop),
         forward_(plan.forward, in, statistics, workspace + plan.forward_base, stop) {
-    // Half of the least threshold, for it is a power of two; and a little for the roundings.
-    const double share = 0.5 * p_.tolerance * p_.tolerance * (1 - 0x1p-10);
-    collect_ = {.share = static_cast<float>(share),
-                .vocab_seed = cpu::vocab_seed(seed),
-                .vocab_start = vocab_start,
+    collect_ = {.tolerance = p_.tolerance,
+                .vocab_hash = region<uint32_t>(p_.vocab_hash),
+                .sample_stride = static_cast<double>(p_.sample_stride),
                 .values = region<float>(p_.values),
                 .columns = region<uint8_t>(p_.columns),
                 .used = region<int64_t>(p_.used),
@@ -90,8 +89,12 @@ class SparsePass {
   bool work(const Team& team, int64_t count) {
     if (team.rank() == 0) {  // perhaps fewer threads than planned: they share what is there
       collect_.per_thread = p_.target.threads * p_.thread_capacity / team.size();
-      forward_.set_collect(collect_);
       certain_rows_ = p_.certain_rows(team.size());
+    }
+    const uint64_t seed = cpu::vocab_seed(seed_);
+    const Range columns = team.part(p_.segments() * cpu::kSegmentColumns);
+    for (int64_t v = columns.begin; v < columns.end; ++v) {
+      region<uint32_t>(p_.vocab_hash)[v] = cpu::hash_of(seed, vocab_start_ + v);
     }
     team.barrier();
     if (p_.sample_stride > 0) look_at_sample(team, count);
@@ -129,18 +132,19 @@ class SparsePass {
   T* block_region(int64_t offset) const {
     return forward_.template region<T>(offset);
   }
-  int64_t gathered_bytes() const {
-    return round_up(SparsePlanData::kGathered * std::max(p_.input_slice, p_.weight_slice) * 4,
-                    kAlignment);
+  // Behind the rest of a thread's own: a row of output, and one without unit stride, gathered.
+  int64_t row_bytes() const {
+    return round_up(std::max(p_.input_slice, p_.weight_slice) * 4, kAlignment);
   }
   float* output_row(const Team& team) const {
-    return scratch<float>(
-        team,
-        p_.scratch_stride - round_up(std::max(p_.input_slice, p_.weight_slice) * 4, kAlignment));
+    return scratch<float>(team, p_.scratch_stride - row_bytes());
   }
-  std::byte* gathered(const Team& team) const {
-    return reinterpret_cast<std::byte*>(output_row(team)) - gathered_bytes();
+  std::byte* gathered_row(const Team& team) const {
+    return scratch<std::byte>(team, p_.scratch_stride - 2 * row_bytes());
   }
+
+  static constexpr int64_t kAhead = 8;  // rows, or segments of a row, fetched beforehand
+  static constexpr int64_t kLine = 64;
 
   // ---- which rows are flat ---------------------------------------------------------------------
 
@@ -179,42 +183,55 @@ class SparsePass {
     team.barrier();
   }
 
+  // The row's tail, and whether it is flat. The sample may miss its largest values; the sum it then
+  // leads to is helped by that of a normal distribution with the sample's moments.
   bool is_flat(float* row, int64_t b) const {
     const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
     const int64_t n = p_.sample_rows();
-    const int64_t target = integer_at(in_.target, b) - vocab_of_target();
+    const int64_t target = integer_at(in_.target, b) - in_.vocab_start_index;
+    const auto over_panels = [&](const auto& body) {
+      for (int64_t v0 = 0; v0 < n; v0 += g_.nr) {
+        body(row + v0 / g_.nr * tile_floats, std::min<int64_t>(g_.nr, n - v0), v0);
+      }
+    };
     float max = -std::numeric_limits<float>::infinity();
-    for (int64_t v0 = 0; v0 < n; v0 += g_.nr) {
-      float* x = row + v0 / g_.nr * tile_floats;
-      for (int64_t c = 0; c < std::min<int64_t>(g_.nr, n - v0); ++c) {
+    over_panels([&](float* x, int64_t columns, int64_t v0) {
+      for (int64_t c = 0; c < columns; ++c) {
         if ((v0 + c) * p_.sample_stride == target) x[c] = -std::numeric_limits<float>::infinity();
         max = std::max(max, x[c]);
       }
+    });
+    SparseTail& tail = region<SparseTail>(p_.tails)[b];
+    tail = {};
+    if (!std::isfinite(max)) {  // nothing to tell by: thresholds that always hold
+      tail.reference = std::numeric_limits<float>::quiet_NaN();
+      return false;
     }
-    if (!std::isfinite(max)) return false;  // nothing to tell it by
-    double sum = 0;
-    for (int64_t v0 = 0; v0 < n; v0 += g_.nr) {
-      float* x = row + v0 / g_.nr * tile_floats;
-      const int64_t columns = std::min<int64_t>(g_.nr, n - v0);
-      for (int64_t c = 0; c < columns; ++c) x[c] -= max;
-      k_.exp(x, columns, x);
-      for (int64_t c = 0; c < columns; ++c) sum += static_cast<double>(x[c]);
-    }
-    SoftmaxBins bins;
-    const auto each = static_cast<double>(p_.sample_stride);
-    const auto scale = static_cast<float>(1 / (each * sum));
-    const float least = least_threshold(1, p_.tolerance);
-    for (int64_t v0 = 0; v0 < n; v0 += g_.nr) {
-      const float* x = row + v0 / g_.nr * tile_floats;
-      for (int64_t c = 0; c < std::min<int64_t>(g_.nr, n - v0); ++c) {
-        const float p = x[c] * scale;
-        if (p >= least) bins.add(p);
+    tail.reference = max;
+    double moments[2] = {};
+    SampledRow sample;
+    over_panels([&](float* x, int64_t columns, int64_t) {
+      float first = 0;
+      float second = 0;
+      for (int64_t c = 0; c < columns; ++c) {
+        x[c] = std::max(x[c] - max, -100.0f);
+        first += x[c];
+        second += x[c] * x[c];
       }
-    }
-    const double share = SparsePlanData::kFlatShare * static_cast<double>(p_.shape.V);
-    return bins.threshold(1, p_.tolerance, each).expected > share;
+      moments[0] += static_cast<double>(first);
+      moments[1] += static_cast<double>(second);
+      k_.exp(x, columns, x);
+      for (int64_t c = 0; c < columns; ++c) sample.add(x[c]);
+    });
+    const auto each = static_cast<double>(p_.sample_stride);
+    tail = sample.tail(max, each);
+    const double mean = moments[0] / static_cast<double>(n);
+    const double variance = moments[1] / static_cast<double>(n) - mean * mean;
+    const double normal = static_cast<double>(p_.shape.V) * std::exp(mean + 0.5 * variance);
+    const double rest = std::max(each * sample.sum(), std::min(normal, 1e30));
+    return sample.expected(rest, p_.tolerance, each) >
+           SparsePlanData::kFlatShare * static_cast<double>(p_.shape.V);
   }
-  int64_t vocab_of_target() const { return in_.vocab_start_index; }
   double most_kept() const { return SparsePlanData::kDenseShare * static_cast<double>(p_.shape.V); }
 
   // ---- a group of rows -------------------------------------------------------------------------
@@ -226,9 +243,10 @@ class SparsePass {
       if (team.rank() == 0) {
         for (int64_t r = 0; r < n; ++r) region<int64_t>(p_.block)[r] = r0 + r;
       }
-      if (!one_block(team, g0, n)) return false;
+      if (!one_block(team, g0, n, p_.sample_stride > 0)) return false;
     }
-    // Once more those whose candidates did not fit, so few that everything fits.
+    // Once more those whose candidates did not fit, or whose threshold was guessed too high: so few
+    // that everything fits, by thresholds that always hold.
     if (team.rank() == 0) {
       pending_ = 0;
       for (int64_t r = 0; r < rows; ++r) {
@@ -240,18 +258,22 @@ class SparsePass {
     for (int64_t i0 = 0; i0 < pending_; i0 += few) {
       const int64_t n = std::min(few, pending_ - i0);
       if (team.rank() == 0) std::copy(pending + i0, pending + i0 + n, region<int64_t>(p_.block));
-      if (!one_block(team, g0, n)) return false;
+      if (!one_block(team, g0, n, false)) return false;
     }
     if (out_.grad_weight) add_grad_weight(team, g0, rows);
     if (team.rank() == 0) {
-      const int32_t* end = region<int32_t>(p_.kept_begin) + p_.segments() * p_.group_rows;
+      const int32_t* end = region<int32_t>(p_.kept_begin) + p_.vocab_blocks() * p_.group_rows;
       for (int64_t r = 0; r < rows; ++r) kept_ += end[r];
     }
     return !stop_.leave_together(team);
   }
 
   // The rows of the group whose numbers stand in `block`.
-  bool one_block(const Team& team, int64_t g0, int64_t n) {
+  bool one_block(const Team& team, int64_t g0, int64_t n, bool guess) {
+    if (team.rank() == 0) {
+      collect_.tails = guess ? region<SparseTail>(p_.tails) : nullptr;
+      forward_.set_collect(collect_);
+    }
     team.barrier();
     const auto* block = region<int64_t>(p_.block);
     const uint64_t token_seed = cpu::token_seed(seed_);
@@ -283,20 +305,19 @@ class SparsePass {
   // Rows of the block: threshold, kept elements.
   void settle(const Team& team, int64_t g0, int64_t n) {
     const Range mine = team.part(n);
-    const int64_t segments = p_.segments();
     const auto* block = region<int64_t>(p_.block);
     for (int64_t r = mine.begin; r < mine.end && !stop_.requested(); ++r) {
       const int64_t b = rows_[g0 + block[r]];
       source_.settled(b);
-      kinds_[b] = settle_row(r, b, block[r]);
+      kinds_[b] = settle_row(r, b, block[r], scratch<float>(team));
       if (kinds_[b] == RowKind::sparse) continue;
       int32_t* begin = region<int32_t>(p_.kept_begin) + block[r];
-      for (int64_t s = 0; s <= segments; ++s) begin[s * p_.group_rows] = 0;
+      for (int64_t i = 0; i <= p_.vocab_blocks(); ++i) begin[i * p_.group_rows] = 0;
     }
   }
 
-  // Row r of the block, row `kept` of the group.
-  RowKind settle_row(int64_t r, int64_t b, int64_t kept) {
+  // Row r of the block, row `kept` of the group. factor: room for one of each segment.
+  RowKind settle_row(int64_t r, int64_t b, int64_t kept, float* factor) {
     const ForwardPlanData& f = p_.forward;
     const int64_t segments = p_.segments();
     const float max = block_region<float>(f.run_max)[r];
@@ -314,153 +335,194 @@ class SparsePass {
                          static_cast<double>(block_region<float>(f.rest_low)[r])) *
                         static_cast<double>(rest_scale) / static_cast<double>(row.sum);
 
-    // Segment maxima become factors of softmax.
-    float* factor = block_region<float>(f.partial_max) + r;
-    const int64_t stride = f.token_block;
-    constexpr int64_t kAtOnce = 64;
-    for (int64_t s0 = 0; s0 < segments; s0 += kAtOnce) {
-      float lanes[kAtOnce];
-      const int64_t count = std::min(kAtOnce, segments - s0);
-      for (int64_t i = 0; i < count; ++i) lanes[i] = factor[(s0 + i) * stride] - row.max;
-      k_.exp(lanes, count, lanes);
-      for (int64_t i = 0; i < count; ++i) factor[(s0 + i) * stride] = lanes[i] * inv_sum;
-    }
+    // Segment maxima become factors of softmax, side by side.
+    const float* segment_max = block_region<float>(f.partial_max) + r;
+    for (int64_t s = 0; s < segments; ++s) factor[s] = segment_max[s * f.token_block] - row.max;
+    k_.exp(factor, segments, factor);
+    for (int64_t s = 0; s < segments; ++s) factor[s] *= inv_sum;
 
     const int64_t target = block_region<int64_t>(f.local_target)[r];
     const float* values = region<float>(p_.values);
     const uint8_t* columns = region<uint8_t>(p_.columns);
-    const float least = least_threshold(rest, p_.tolerance);
+    // From where on the candidates are complete.
+    float complete = block_region<float>(f.reference)[r] - row.max;
+    k_.exp(&complete, 1, &complete);
+    complete *= block_region<float>(f.threshold)[r] * inv_sum * (1 + 0x1p-10f);
+    const float least = std::max(least_threshold(rest, p_.tolerance), complete);
     SoftmaxBins bins;
     for (int64_t s = 0; s < segments; ++s) {
-      const float scale = factor[s * stride];
       const cpu::Chunk chunk = chunks[s];
-      const int64_t target_column = target - s * cpu::kSegmentColumns;
-      for (int32_t i = 0; i < chunk.count; ++i) {
-        const float p = values[chunk.begin + i] * scale;
-        if (p >= least && columns[chunk.begin + i] != target_column) bins.add(p);
-      }
+      const cpu::Chunk ahead = chunks[std::min(s + kAhead, segments - 1)];
+      __builtin_prefetch(values + ahead.begin);
+      __builtin_prefetch(values + ahead.begin + 16);
+      __builtin_prefetch(columns + ahead.begin);
+      const int64_t column = target - s * cpu::kSegmentColumns;
+      const bool here = column >= 0 && column < cpu::kSegmentColumns;
+      float large[cpu::kSegmentColumns + SparsePlanData::kRoom];
+      const int64_t count =
+          k_.large_values(values + chunk.begin, columns + chunk.begin, chunk.count, factor[s],
+                          least, here ? static_cast<int>(column) : -1, large);
+      for (int64_t i = 0; i < count; ++i) bins.add(large[i]);
     }
-    const SoftmaxBins::Threshold threshold = bins.threshold(rest, p_.tolerance);
+    const SoftmaxBins::Threshold threshold =
+        bins.threshold(rest, p_.tolerance, static_cast<double>(complete));
+    if (threshold.tau == 0.0f) return RowKind::pending;
     if (threshold.expected > most_kept()) return RowKind::dense;
 
-    // Thinned, the target between them.
     float* kept_values = region<float>(p_.kept_values) + kept * p_.row_capacity;
-    uint8_t* kept_columns = region<uint8_t>(p_.kept_columns) + kept * p_.row_capacity;
+    auto* kept_columns = region<uint16_t>(p_.kept_columns) + kept * p_.row_capacity;
     int32_t* begin = region<int32_t>(p_.kept_begin) + kept;
     const float of_p = row.grad + row.grad_lse;
-    const float tau = threshold.tau;
     const uint32_t token_hash = block_region<uint32_t>(f.token_hash)[r];
-    int32_t n = 0;
+    int64_t n = 0;
     for (int64_t s = 0; s < segments; ++s) {
-      begin[s * p_.group_rows] = n;
-      const float scale = factor[s * stride];
+      if (s % p_.block_segments == 0) {
+        begin[s / p_.block_segments * p_.group_rows] = static_cast<int32_t>(n);
+      }
       const cpu::Chunk chunk = chunks[s];
-      if (n + chunk.count + 1 > p_.row_capacity)
-        return RowKind::dense;  // far beyond what to expect
+      // Far beyond what to expect.
+      if (n + chunk.count + 1 + SparsePlanData::kRoom > p_.row_capacity) return RowKind::dense;
       const int64_t v0 = s * cpu::kSegmentColumns;
-      int64_t target_column = target >= v0 && target < v0 + cpu::kSegmentColumns ? target - v0 : -1;
-      const auto add = [&](float g, int64_t column) {
-        kept_values[n] = g;
-        kept_columns[n++] = static_cast<uint8_t>(column);
-      };
-      const auto add_target = [&] {
+      const auto base = static_cast<uint16_t>(v0 % p_.block_columns());
+      int64_t added = k_.thin(values + chunk.begin, columns + chunk.begin, chunk.count, factor[s],
+                              region<uint32_t>(p_.vocab_hash) + v0, token_hash, threshold.tau, of_p,
+                              base, kept_values + n, kept_columns + n);
+      if (target >= v0 && target < v0 + cpu::kSegmentColumns) {
         float p = 0;
         k_.softmax(block_region<float>(f.predicted) + r, 1, row.max, inv_sum, &p);
-        add((p - 1.0f) * row.grad + p * row.grad_lse, target_column);
-        target_column = -1;
-      };
-      for (int32_t i = 0; i < chunk.count; ++i) {
-        const int64_t column = columns[chunk.begin + i];
-        if (target_column >= 0 && column >= target_column) {
-          const bool itself = column == target_column;
-          add_target();
-          if (itself) continue;
-        }
-        const float p = values[chunk.begin + i] * scale;
-        if (p >= tau) {
-          add(p * of_p, column);
-        } else if (cpu::uniform_of(token_hash, cpu::hash_of(collect_.vocab_seed,
-                                                            collect_.vocab_start + v0 + column)) *
-                       tau <
-                   p) {
-          add(tau * of_p, column);
-        }
+        added = put_target(static_cast<uint16_t>(base + target - v0),
+                           (p - 1.0f) * row.grad + p * row.grad_lse, added, kept_values + n,
+                           kept_columns + n);
       }
-      if (target_column >= 0) add_target();
+      n += added;
     }
-    begin[segments * p_.group_rows] = n;
+    begin[p_.vocab_blocks() * p_.group_rows] = static_cast<int32_t>(n);
     return RowKind::sparse;
+  }
+
+  // The target's element among the `count` of its segment, in place of what was chosen of it.
+  static int64_t put_target(uint16_t column, float g, int64_t count, float* values,
+                            uint16_t* columns) {
+    const int64_t at = std::lower_bound(columns, columns + count, column) - columns;
+    if (at == count || columns[at] != column) {
+      std::copy_backward(columns + at, columns + count, columns + count + 1);
+      std::copy_backward(values + at, values + count, values + count + 1);
+      ++count;
+    }
+    columns[at] = column;
+    values[at] = g;
+    return count;
   }
 
   // ---- products --------------------------------------------------------------------------------
 
-  // sums[0 .. columns) (+)= sum of factors[i] * row(i)[h0 ..], the rows of m.
+  // Kept elements of row r of the group in block i of the vocabulary.
+  struct Kept {
+    explicit Kept(const SparsePass& pass)
+        : all_values(pass.template region<float>(pass.p_.kept_values)),
+          all_columns(pass.template region<uint16_t>(pass.p_.kept_columns)),
+          begin(pass.template region<int32_t>(pass.p_.kept_begin)),
+          group_rows(pass.p_.group_rows),
+          row_capacity(pass.p_.row_capacity) {}
+    int64_t first(int64_t i, int64_t r) const {
+      return r * row_capacity + begin[i * group_rows + r];
+    }
+    int64_t count(int64_t i, int64_t r) const {
+      return begin[(i + 1) * group_rows + r] - begin[i * group_rows + r];
+    }
+    const float* values(int64_t i, int64_t r) const { return all_values + first(i, r); }
+    const uint16_t* columns(int64_t i, int64_t r) const { return all_columns + first(i, r); }
+    // Rows lie far apart: no hardware foresees them.
+    void fetch(int64_t i, int64_t r) const {
+      const float* v = values(i, r);
+      __builtin_prefetch(v);
+      __builtin_prefetch(v + 16);
+      __builtin_prefetch(columns(i, r));
+    }
+    const float* all_values;
+    const uint16_t* all_columns;
+    const int32_t* begin;
+    int64_t group_rows, row_capacity;
+  };
+
+  // Columns [h0, h0 + columns) of rows row_of(0 .. count) of m -> a panel of sum_packed.
   template <class RowOf>
-  void sum(const Team& team, const ConstMatrixView& m, const RowOf& row_of, const float* factors,
-           int64_t count, int64_t h0, int64_t columns, float* sums, bool accumulate) const {
-    constexpr int kMost = 256;
-    const void* rows[kMost];
-    const cpu::PackSource source = p_.target.source;
-    const bool direct = m.col_stride == 1;
-    const int64_t at_once = direct ? kMost : SparsePlanData::kGathered;
-    const int64_t element = cpu::source_bytes(source);
-    for (int64_t i0 = 0; i0 < count || (i0 == 0 && !accumulate); i0 += at_once) {
-      const int64_t n = std::min(at_once, count - i0);
-      for (int64_t i = 0; i < n; ++i) {
-        if (direct) {
-          rows[i] = at(m, row_of(i0 + i), h0);
-        } else {
-          std::byte* to = gathered(team) + i * columns * element;
-          gather(m, row_of(i0 + i), h0, columns, to);
-          rows[i] = to;
-        }
+  void pack(const Team& team, const ConstMatrixView& m, const RowOf& row_of, int64_t count,
+            int64_t h0, int64_t columns, std::byte* panel) {
+    const int64_t bytes =
+        round_up(columns, cpu::kPackedColumns) * cpu::packed_bytes(p_.target.source);
+    const int64_t lines = ceil_div(columns * size_of(m.dtype), kLine);
+    for (int64_t i = 0; i < count && !stop_.requested(); ++i) {
+      const void* row = at(m, row_of(i), h0);
+      if (i + kAhead < count) {
+        const std::byte* ahead = at(m, row_of(i + kAhead), h0);
+        for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(ahead + line * kLine);
       }
-      k_.sum_rows(source, rows, 0, factors + i0, n, columns, sums, accumulate || i0 > 0);
+      if (m.col_stride != 1) {
+        gather(m, row_of(i), h0, columns, gathered_row(team));
+        row = gathered_row(team);
+      }
+      k_.pack_for_sums(p_.target.source, &row, 1, columns, panel + i * bytes);
     }
   }
 
+  // Members share the slices of H, and where there are fewer slices than members, the rows.
   void add_grad_input(const Team& team, int64_t g0, int64_t n) {
-    const int64_t H = p_.shape.H;
-    const auto* block = region<int64_t>(p_.block);
-    const int32_t* begin = region<int32_t>(p_.kept_begin);
-    const Range mine = share_of(team, n);
-    float* sums = region<float>(p_.grad_input_sums);
-    std::fill(sums + mine.begin * H, sums + mine.end * H, 0.0f);
-    for (int64_t r = mine.begin; r < mine.end && p_.grad_input->accumulate; ++r) {
-      load_row(k_, *out_.grad_input, rows_[g0 + block[r]], 0, H, sums + r * H);
+    int64_t lanes = std::min<int64_t>(team.size(), p_.input_slices());
+    while (team.size() % lanes != 0) --lanes;
+    const Range mine = share_of(n, team.size() / lanes, team.rank() / lanes);
+    for (int64_t slice = team.rank() % lanes; slice < p_.input_slices(); slice += lanes) {
+      grad_input_slice(team, g0, mine, slice);
     }
-    for (int64_t s = 0; s < p_.segments() && !stop_.requested(); ++s) {
-      const int32_t* from = begin + s * p_.group_rows;
-      const int32_t* to = from + p_.group_rows;
-      for (int64_t h0 = 0; h0 < H; h0 += p_.input_slice) {
-        const int64_t columns = std::min(p_.input_slice, H - h0);
-        for (int64_t r = mine.begin; r < mine.end; ++r) {
-          const int64_t kept = block[r];
-          const int64_t first = kept * p_.row_capacity + from[kept];
-          const uint8_t* column = region<uint8_t>(p_.kept_columns) + first;
-          sum(
-              team, in_.weight, [&](int64_t i) { return s * cpu::kSegmentColumns + column[i]; },
-              region<float>(p_.kept_values) + first, to[kept] - from[kept], h0, columns,
-              sums + r * H + h0, true);
-        }
+  }
+
+  // Rows `mine` of the block, a slice of their columns.
+  void grad_input_slice(const Team& team, int64_t g0, const Range& mine, int64_t slice) {
+    const int64_t h0 = slice * p_.input_slice;
+    const int64_t columns = std::min(p_.input_slice, p_.shape.H - h0);
+    const int64_t padded = round_up(columns, cpu::kPackedColumns);
+    const auto* block = region<int64_t>(p_.block);
+    const MatrixView& out = *out_.grad_input;
+    const auto sums = [&](int64_t r) {
+      return region<float>(p_.grad_input_sums) + (slice * p_.block_rows() + r) * p_.input_slice;
+    };
+    for (int64_t r = mine.begin; r < mine.end; ++r) {
+      std::fill(sums(r), sums(r) + padded, 0.0f);
+      if (p_.grad_input->accumulate) {
+        load_row(k_, out, rows_[g0 + block[r]], h0, columns, sums(r));
+      }
+    }
+    auto* panel = scratch<std::byte>(team);
+    const Kept kept(*this);
+    for (int64_t i = 0; i < p_.vocab_blocks() && !stop_.requested(); ++i) {
+      const int64_t v0 = i * p_.block_columns();
+      const int64_t v1 = std::min(v0 + p_.block_columns(), p_.shape.V);
+      pack(
+          team, in_.weight, [&](int64_t v) { return v0 + v; }, v1 - v0, h0, columns, panel);
+      for (int64_t r = mine.begin; r < mine.end; ++r) {
+        if (r + kAhead < mine.end) kept.fetch(i, block[r + kAhead]);
+        const int64_t n = kept.count(i, block[r]);
+        if (n == 0) continue;
+        k_.sum_packed(p_.target.source, panel, kept.columns(i, block[r]), kept.values(i, block[r]),
+                      n, padded, sums(r), true);
       }
     }
     for (int64_t r = mine.begin; r < mine.end; ++r) {
       const int64_t b = rows_[g0 + block[r]];
-      if (kinds_[b] == RowKind::sparse) store_row(k_, *out_.grad_input, b, 0, H, sums + r * H);
+      if (kinds_[b] == RowKind::sparse) store_row(k_, out, b, h0, columns, sums(r));
     }
   }
 
   // Rows of the block, so that every member has about as many kept elements.
-  Range share_of(const Team& team, int64_t n) const {
+  Range share_of(int64_t n, int64_t parts, int64_t part) const {
     const auto* block = region<int64_t>(p_.block);
-    const int32_t* end = region<int32_t>(p_.kept_begin) + p_.segments() * p_.group_rows;
+    const int32_t* end = region<int32_t>(p_.kept_begin) + p_.vocab_blocks() * p_.group_rows;
     constexpr int64_t kRow = 16;  // what a row costs by itself, in elements
     int64_t all = 0;
     for (int64_t r = 0; r < n; ++r) all += end[block[r]] + kRow;
     Range mine{n, n};
     int64_t before = 0;
-    const Range wanted = split(all, team.size(), team.rank());
+    const Range wanted = split(all, parts, part);
     for (int64_t r = 0; r < n; ++r) {
       if (before >= wanted.begin && mine.begin == n) mine.begin = r;
       if (before >= wanted.end) {
@@ -473,53 +535,78 @@ class SparsePass {
   }
 
   void add_grad_weight(const Team& team, int64_t g0, int64_t rows) {
-    // Segments in turn: those of frequent words have more.
-    for (int64_t s = team.rank(); s < p_.segments() && !stop_.requested(); s += team.size()) {
-      grad_weight_segment(team, g0, rows, s);
+    auto* panel = region<std::byte>(p_.input_panel);
+    const Range mine = team.part(rows);
+    for (int64_t slice = 0; slice < p_.weight_slices(); ++slice) {
+      const int64_t h0 = slice * p_.weight_slice;
+      const int64_t columns = std::min(p_.weight_slice, p_.shape.H - h0);
+      pack(
+          team, in_.input, [&](int64_t i) { return rows_[g0 + mine.begin + i]; }, mine.size(), h0,
+          columns, panel_row(panel, slice, mine.begin));
+    }
+    team.barrier();
+    // In turn: blocks of frequent words have more.
+    const int64_t at_once = p_.sorted_blocks;
+    const int64_t steps = ceil_div(p_.vocab_blocks(), at_once);
+    for (int64_t i = team.rank(); i < steps && !stop_.requested(); i += team.size()) {
+      const int64_t block = i * at_once;
+      grad_weight_blocks(team, g0, rows, block, std::min(block + at_once, p_.vocab_blocks()));
     }
   }
 
-  // Rows of grad_weight of one segment: its kept elements, sorted by column.
-  void grad_weight_segment(const Team& team, int64_t g0, int64_t rows, int64_t s) {
-    const int64_t v0 = s * cpu::kSegmentColumns;
-    const auto columns = static_cast<int>(std::min<int64_t>(cpu::kSegmentColumns, p_.shape.V - v0));
-    const int32_t* from = region<int32_t>(p_.kept_begin) + s * p_.group_rows;
-    const int32_t* to = from + p_.group_rows;
-    const uint8_t* kept_columns = region<uint8_t>(p_.kept_columns);
-    const float* kept_values = region<float>(p_.kept_values);
-    int64_t count[cpu::kSegmentColumns] = {};
-    for (int64_t r = 0; r < rows; ++r) {
-      const uint8_t* column = kept_columns + r * p_.row_capacity;
-      for (int32_t i = from[r]; i < to[r]; ++i) ++count[column[i]];
-    }
+  // Row r of a slice of the group's input.
+  std::byte* panel_row(std::byte* panel, int64_t slice, int64_t r) const {
+    const int64_t h0 = slice * p_.weight_slice;
+    const int64_t columns =
+        round_up(std::min(p_.weight_slice, p_.shape.H - h0), cpu::kPackedColumns);
+    const int64_t element = cpu::packed_bytes(p_.target.source);
+    return panel + (slice * p_.group_rows * p_.weight_slice + r * columns) * element;
+  }
+
+  // Rows of grad_weight of blocks [i0, i1): their kept elements, sorted by column.
+  void grad_weight_blocks(const Team& team, int64_t g0, int64_t rows, int64_t i0, int64_t i1) {
+    const int64_t v0 = i0 * p_.block_columns();
+    const int64_t columns = std::min(i1 * p_.block_columns(), p_.shape.V) - v0;
+    const Kept kept(*this);
+    // Calls body(r, column from v0 on, value), rows ascending.
+    const auto for_kept = [&](const auto& body) {
+      for (int64_t i = i0; i < i1; ++i) {
+        const int64_t before = (i - i0) * p_.block_columns();
+        for (int64_t r = 0; r < rows; ++r) {
+          if (r + kAhead < rows) kept.fetch(i, r + kAhead);
+          const uint16_t* column = kept.columns(i, r);
+          const float* value = kept.values(i, r);
+          const int64_t n = kept.count(i, r);
+          for (int64_t j = 0; j < n; ++j) body(r, before + column[j], value[j]);
+        }
+      }
+    };
+    int64_t count[SparsePlanData::kMostSorted] = {};
+    for_kept([&](int64_t, int64_t column, float) { ++count[column]; });
     auto* values = scratch<float>(team);
-    auto* tokens = reinterpret_cast<int32_t*>(values + p_.entries());
-    for (int c0 = 0; c0 < columns;) {
-      int64_t next[cpu::kSegmentColumns + 1];
+    auto* tokens = reinterpret_cast<uint16_t*>(values + p_.entries());
+    for (int64_t c0 = 0; c0 < columns;) {  // at a time as many columns as there is room for
+      int64_t next[SparsePlanData::kMostSorted];
       int64_t all = 0;
-      int c1 = c0;
+      int64_t c1 = c0;
       for (; c1 < columns && all + count[c1] <= p_.entries(); ++c1) {
         next[c1] = all;
         all += count[c1];
       }
-      for (int64_t r = 0; r < rows; ++r) {
-        const uint8_t* column = kept_columns + r * p_.row_capacity;
-        const float* value = kept_values + r * p_.row_capacity;
-        for (int32_t i = from[r]; i < to[r]; ++i) {
-          if (column[i] < c0 || column[i] >= c1) continue;
-          const int64_t at = next[column[i]]++;
-          values[at] = value[i];
-          tokens[at] = static_cast<int32_t>(r);
-        }
-      }
-      grad_weight_rows(team, g0, v0, c0, c1, count, values, tokens);
+      for_kept([&](int64_t r, int64_t column, float value) {
+        if (column < c0 || column >= c1) return;
+        const int64_t at = next[column]++;
+        values[at] = value;
+        tokens[at] = static_cast<uint16_t>(r);
+      });
+      grad_weight_rows(team, g0, {v0 + c0, v0 + c1}, count + c0, values, tokens);
       c0 = c1;
     }
   }
 
-  // Columns [c0, c1) of a segment from v0 on, sorted.
-  void grad_weight_rows(const Team& team, int64_t g0, int64_t v0, int c0, int c1,
-                        const int64_t* count, const float* values, const int32_t* tokens) {
+  // Rows `vocabulary` of grad_weight from their kept elements, sorted; count of each.
+  void grad_weight_rows(const Team& team, int64_t g0, const Range& vocabulary, const int64_t* count,
+                        const float* values, const uint16_t* tokens) {
     const int64_t H = p_.shape.H;
     const bool begun = g0 > 0 || p_.grad_weight->accumulate;
     const bool last = g0 + p_.group_rows >= sparse_;
@@ -527,19 +614,45 @@ class SparsePass {
     const MatrixView& out = *out_.grad_weight;
     for (int64_t h0 = 0; h0 < H; h0 += p_.weight_slice) {
       const int64_t columns = std::min(p_.weight_slice, H - h0);
+      const int64_t padded = round_up(columns, cpu::kPackedColumns);
+      const std::byte* panel =
+          panel_row(region<std::byte>(p_.input_panel), h0 / p_.weight_slice, 0);
       int64_t begin = 0;
-      for (int c = c0; c < c1; begin += count[c++]) {
-        const int64_t v = v0 + c;
-        float* sums =
-            in_workspace ? region<float>(p_.grad_weight_sums) + v * H + h0 : output_row(team);
-        if (begun && (g0 == 0 || !in_workspace)) load_row(k_, out, v, h0, columns, sums);
-        const int32_t* token = tokens + begin;
-        sum(
-            team, in_.input, [&](int64_t i) { return rows_[g0 + token[i]]; }, values + begin,
-            count[c], h0, columns, sums, begun);
-        if (last || !in_workspace) store_row(k_, out, v, h0, columns, sums);
+      for (int64_t v = vocabulary.begin; v < vocabulary.end; ++v) {
+        const int64_t n = count[v - vocabulary.begin];
+        float* sums = output_row(team);
+        float* kept_sums = region<float>(p_.grad_weight_sums) + v * H + h0;
+        if (begun && in_workspace && g0 > 0) {
+          std::copy(kept_sums, kept_sums + columns, sums);
+        } else if (begun) {
+          load_row(k_, out, v, h0, columns, sums);
+        }
+        k_.sum_packed(p_.target.source, panel, tokens + begin, values + begin, n, padded, sums,
+                      begun);
+        if (in_workspace && !last) {
+          std::copy(sums, sums + columns, kept_sums);
+        } else {
+          store_weight_row(team, v, h0, columns, sums);
+        }
+        begin += n;
       }
     }
+  }
+
+  // Past the caches where it is not read before: whoever needs it comes much later.
+  void store_weight_row(const Team& team, int64_t v, int64_t h0, int64_t columns,
+                        const float* sums) const {
+    const MatrixView& out = *out_.grad_weight;
+    if (out.col_stride != 1 || p_.grad_weight->accumulate) {
+      return store_row(k_, out, v, h0, columns, sums);
+    }
+    const int64_t bytes = columns * size_of(out.dtype);
+    const void* row = sums;
+    if (out.dtype != DType::f32) {
+      row = gathered_row(team);
+      k_.store(out.dtype, sums, columns, gathered_row(team));
+    }
+    k_.copy_past_caches(row, bytes, 1, bytes, at(out, v, h0), bytes);
   }
 
   const SparsePlanData& p_;
@@ -548,6 +661,7 @@ class SparsePass {
   const ForwardOperands& in_;
   const GradientOutputs& out_;
   uint64_t seed_;
+  int64_t vocab_start_;
   const Rows& source_;
   int64_t* rows_;
   RowKind* kinds_;

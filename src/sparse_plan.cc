@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "sparse_rule.h"
+
 namespace logitless {
 inline namespace LOGITLESS_ABI_NAMESPACE {
 namespace {
@@ -21,34 +23,49 @@ int64_t lay_out(SparsePlanData& p) {
   f.chunk_segments = std::max<int64_t>(1, p.segments());
   f.collects = true;
 
-  p.row_capacity = std::min(V, V / 8 + 2 * cpu::kSegmentColumns) + 1;
+  // What the rule leaves to this pass, and a segment beyond it.
+  p.row_capacity =
+      round_up(std::min(V, V / 6 + 2 * cpu::kSegmentColumns) + 1 + SparsePlanData::kRoom,
+               SparsePlanData::kRoom);
   // An eighth of the block's elements, and everything of a few rows in any case.
-  const int64_t usual = ceil_div(rows * (V / 8 + cpu::kSegmentColumns), threads);
+  const int64_t usual = ceil_div(rows * (V / 5 + cpu::kSegmentColumns), threads);
   const int64_t of_a_row = p.most_segments(threads) * cpu::kSegmentColumns;
   p.thread_capacity = std::max(usual, of_a_row) + SparsePlanData::kSlack;
 
-  // Half of L2 for the rows that are walked over again and again.
-  const int64_t element = cpu::source_bytes(p.target.source);
-  const auto slice = [&](int64_t walked) {
-    const int64_t columns = p.target.l2_bytes / 2 / (walked * element);
-    return std::clamp<int64_t>(columns / 256 * 256, 256, round_up(std::max<int64_t>(1, H), 256));
+  // Slices of equal length, so that what is walked over again and again takes some 60 % of L2.
+  const int64_t element = cpu::packed_bytes(p.target.source);
+  const int64_t cache = p.target.l2_bytes / 5 * 3;
+  const auto slice = [&](int64_t most_columns) {
+    // Two threads share the slices of grad_input.
+    const int64_t slices = round_up(ceil_div(H, std::max<int64_t>(128, most_columns)), 2);
+    return round_up(ceil_div(H, slices), cpu::kPackedColumns);
   };
-  p.input_slice = slice(cpu::kSegmentColumns);
-  p.weight_slice = slice(p.group_rows);
+  p.input_slice = slice(320);
+  const int64_t most_segments =
+      std::min(p.segments(), SparsePlanData::kMostSorted / cpu::kSegmentColumns);
+  p.block_segments = std::clamp<int64_t>(cache / (p.input_slice * element * cpu::kSegmentColumns),
+                                         1, most_segments);
+  p.sorted_blocks = std::clamp<int64_t>(p.vocab_blocks() / (4 * threads), 1,
+                                        SparsePlanData::kMostSorted / p.block_columns());
+  p.weight_slice = slice(cache / (p.group_rows * element));
 
   Layout l;
   p.forward_base = l.add(lay_out(f));
+  p.vocab_hash = l.add(p.segments() * cpu::kSegmentColumns * 4);
+  p.tails = l.add(p.sample_stride > 0 ? p.shape.BT * static_cast<int64_t>(sizeof(SparseTail)) : 0);
   const int64_t sample_bytes = round_up(p.sample_rows(), g.nr) * units * 4;
   p.values = l.add(std::max(threads * p.thread_capacity * 4, sample_bytes));
   p.columns = l.add(threads * p.thread_capacity);
   p.used = l.add(threads * kAlignment);
   p.chunks = l.add(rows * p.segments() * static_cast<int64_t>(sizeof(cpu::Chunk)));
   p.kept_values = l.add(p.group_rows * p.row_capacity * 4);
-  p.kept_columns = l.add(p.group_rows * p.row_capacity);
-  p.kept_begin = l.add((p.segments() + 1) * p.group_rows * 4);
+  p.kept_columns = l.add(p.group_rows * p.row_capacity * 2);
+  p.kept_begin = l.add((p.vocab_blocks() + 1) * p.group_rows * 4);
   p.pending = l.add(p.group_rows * 8);
   p.block = l.add(rows * 8);
-  p.grad_input_sums = l.add(p.grad_input ? rows * H * 4 : 0);
+  p.grad_input_sums = l.add(p.grad_input ? p.input_slices() * rows * p.input_slice * 4 : 0);
+  p.input_panel =
+      l.add(p.grad_weight ? p.weight_slices() * p.group_rows * p.weight_slice * element : 0);
   p.grad_weight_accumulator = Accumulator::none;
   if (p.grad_weight && p.groups() > 1) {
     p.grad_weight_accumulator =
@@ -58,11 +75,11 @@ int64_t lay_out(SparsePlanData& p) {
   // A thread's own: what the sample or the sort by column needs; gathered rows; a row of output.
   const int64_t sample =
       round_up(units * g.mr * 4, kAlignment) + round_up(p.sample_rows(), g.nr) * g.mr * 4;
-  const int64_t sorted = p.entries() * (4 + static_cast<int64_t>(sizeof(void*)));
-  const int64_t gathered = SparsePlanData::kGathered * std::max(p.input_slice, p.weight_slice) * 4;
-  p.scratch_stride = round_up(std::max(sample, sorted), kAlignment) +
-                     round_up(gathered, kAlignment) +
-                     round_up(std::max(p.input_slice, p.weight_slice) * 4, kAlignment);
+  const int64_t sorted = p.entries() * (4 + 2);
+  const int64_t panel = p.block_columns() * p.input_slice * element;
+  const int64_t row = std::max(p.input_slice, p.weight_slice) * 4;
+  p.scratch_stride = round_up(std::max({sample, sorted, panel, p.segments() * 4}), kAlignment) +
+                     2 * round_up(row, kAlignment);
   p.scratch = l.add(threads * p.scratch_stride);
   return p.workspace_bytes = l.bytes();
 }
@@ -96,6 +113,7 @@ bool choose_sparse(SparsePlanData& p, int64_t limit_bytes, int64_t& least_bytes)
   // The fewest groups, then the longest blocks.
   for (int64_t groups = 1;; groups *= 2) {
     p.group_rows = ceil_div(BT, groups);
+    if (p.group_rows > SparsePlanData::kMostRows) continue;
     const int64_t longest = std::min(p.group_rows, most);
     for (int64_t blocks = 1;; blocks *= 2) {
       const int64_t rows = ceil_div(longest, blocks);

@@ -23,8 +23,9 @@ struct SparsePlanData {
   // Rows whose kept elements are in memory together; grad_weight is summed from group to group.
   int64_t group_rows = 0;
   int64_t groups() const { return ceil_div(std::max<int64_t>(1, shape.BT), group_rows); }
-  int64_t row_capacity = 0;     // kept elements of a row; a row of more is treated densely
-  int64_t thread_capacity = 0;  // candidates that a thread collects of a block
+  int64_t row_capacity = 0;             // kept elements of a row; a row of more is treated densely
+  static constexpr int64_t kRoom = 16;  // behind them, where a vector may be written
+  int64_t thread_capacity = 0;          // candidates that a thread collects of a block
   // Segments that one thread takes at most: of each of the four rounds one more than its share.
   int64_t most_segments(int64_t threads) const {
     return std::min(segments(), segments() / threads + 4);
@@ -39,25 +40,40 @@ struct SparsePlanData {
   // Every so many vocabulary rows one is looked at beforehand; 0: none.
   int64_t sample_stride = 0;
   int64_t sample_rows() const { return sample_stride == 0 ? 0 : ceil_div(shape.V, sample_stride); }
-  // More than this expected share of a row kept: it is treated densely.
-  static constexpr double kDenseShare = 0.1;
+  // More than this expected share of a row kept: it is treated densely. Where the products cost as
+  // much either way.
+  static constexpr double kDenseShare = 0.15;
   // The same by the sample, which misses some of the largest values and so takes others for larger
   // than they are.
-  static constexpr double kFlatShare = 0.25;
-  static constexpr int64_t kEntries = int64_t{1} << 15;  // of grad_weight, sorted at a time
+  static constexpr double kFlatShare = 0.15;
+  static constexpr int64_t kMostRows = int64_t{1} << 16;  // of a group
+  static constexpr int64_t kEntries = int64_t{1} << 15;   // of grad_weight, sorted at a time
   int64_t entries() const { return std::max(kEntries, group_rows); }
-  static constexpr int kGathered = 16;  // rows without unit stride, gathered at a time
-  // Columns of H that a product walks over, so that the other operand's rows stay in L2.
+  // Columns of H that a product walks over, so that the other operand's rows, packed for it, stay
+  // in L2: those of some segments of weight, or all of the group's input.
   int64_t input_slice = 0, weight_slice = 0;
+  int64_t input_slices() const { return ceil_div(shape.H, input_slice); }
+  int64_t weight_slices() const { return ceil_div(shape.H, weight_slice); }
+  // Segments of weight walked over together: a block of the vocabulary, within which kept elements
+  // are found by 16 bits, as rows are within a group.
+  int64_t block_segments = 0;
+  int64_t block_columns() const { return block_segments * cpu::kSegmentColumns; }
+  int64_t vocab_blocks() const { return ceil_div(segments(), block_segments); }
+  // Blocks whose kept elements are sorted together for grad_weight.
+  static constexpr int64_t kMostSorted = 16 * cpu::kSegmentColumns;  // columns
+  int64_t sorted_blocks = 0;
   Accumulator grad_weight_accumulator = Accumulator::none;
   int64_t segments() const { return ceil_div(shape.V, cpu::kSegmentColumns); }
   // Workspace offsets in bytes.
   int64_t forward_base = 0;
+  int64_t vocab_hash = 0;  // [segments][256] u32
+  int64_t tails = 0;       // [BT] SparseTail, with a sample
   int64_t values = 0, columns = 0, used = 0, chunks = 0;
   int64_t kept_values = 0, kept_columns = 0;  // [group_rows][row_capacity]
-  int64_t kept_begin = 0;                     // [segments + 1][group_rows] i32
+  int64_t kept_begin = 0;                     // [vocab_blocks() + 1][group_rows] i32
   int64_t pending = 0, block = 0;             // [group_rows], [block_rows()] i64
-  int64_t grad_input_sums = 0;                // [block_rows()][H] f32
+  int64_t grad_input_sums = 0;                // [input_slices()][block_rows()][input_slice] f32
+  int64_t input_panel = 0;                    // [weight_slices()][group_rows][weight_slice], packed
   int64_t grad_weight_sums = 0;               // [V][H] f32
   int64_t scratch = 0, scratch_stride = 0;
   int64_t workspace_bytes = 0;

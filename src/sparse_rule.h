@@ -32,16 +32,18 @@ class SoftmaxBins {
     float tau;        // a power of two, at most 1
     double expected;  // number of elements kept
   };
-  // The largest tau with tau * below(tau) <= (tolerance * rest)^2, where values count `each` times.
-  // At tau <= tolerance^2 * rest it holds whatever the values are.
-  Threshold threshold(double rest, double tolerance, double each = 1) const {
+  // The largest tau with tau * below(tau) <= (tolerance * rest)^2. At tau <= tolerance^2 * rest it
+  // holds whatever the values are. 0 where it would be below `least`, the size from which on the
+  // values are complete.
+  Threshold threshold(double rest, double tolerance, double least) const {
     const double bound = tolerance * tolerance * rest * rest;
     double above = 0;
     double number = 0;
     for (int k = 0; k < kBins; ++k) {
-      above += each * sum_[k];
-      number += each * static_cast<double>(count_[k]);
+      above += sum_[k];
+      number += static_cast<double>(count_[k]);
       const double tau = std::ldexp(1.0, -k);
+      if (tau < least) break;
       const double below = std::max(0.0, rest - above);
       if (tau * below <= bound) return {static_cast<float>(tau), number + below / tau};
     }
@@ -51,6 +53,79 @@ class SoftmaxBins {
  private:
   double sum_[kBins] = {};
   int64_t count_[kBins] = {};
+};
+
+// What a sample of a row says about its tail: the sum of the exponentials below a threshold, by
+// powers of two, relative to the sample's largest.
+struct SparseTail {
+  static constexpr int kLevels = 24;
+  float reference = 0;        // the sample's maximum
+  float below[kLevels] = {};  // of those < 2^-k; [0] of all
+
+  // The threshold, relative to exp(reference), that the rule will probably not fall short of, from
+  // the sum of the exponentials without the target's in the share of the columns seen so far,
+  // relative to the same. For the others the sample speaks, without its largest, which may stand
+  // for too much. Of the tail each level is taken for somewhat more than the sample has. A row
+  // whose threshold does fall short comes once more.
+  double guess(double sum, double seen, double tolerance, double each) const {
+    const double rest = sum + 0.8 * (1 - seen) * static_cast<double>(below[1]);
+    const double bound = tolerance * tolerance * rest * rest;
+    double level = 1;
+    for (int k = 0; k < kLevels; ++k, level *= 0.5) {
+      const double mass = 1.5 * static_cast<double>(below[k]) + 2 * each * level;
+      const double t = k == 0 ? bound / mass : std::min(level, bound / mass);
+      if (t >= 0.5 * level) return t;
+    }
+    return 0;
+  }
+};
+
+// A sample of a row, its target left out, as exponentials relative to the largest of them.
+class SampledRow {
+ public:
+  void add(float e) {
+    const int level = 127 - static_cast<int>(std::bit_cast<uint32_t>(e) >> 23);
+    sum_ += static_cast<double>(e);
+    if (level >= SparseTail::kLevels) return;
+    at_level_[level] += static_cast<double>(e);
+    ++count_[level];
+  }
+  double sum() const { return sum_; }
+
+  // Each value stands for `each`.
+  SparseTail tail(float reference, double each) const {
+    SparseTail tail{.reference = reference};
+    double below = sum_ - at_level_[0];
+    tail.below[0] = static_cast<float>(each * sum_);
+    for (int k = 1; k < SparseTail::kLevels; ++k) {
+      below -= at_level_[k];
+      tail.below[k] = static_cast<float>(each * std::max(0.0, below));
+    }
+    return tail;
+  }
+
+  // The number of elements that the rule would keep, were the row's sum without the target `rest`.
+  double expected(double rest, double tolerance, double each) const {
+    const double bound = tolerance * tolerance * rest * rest;
+    double below = each * sum_;
+    double number = 0;
+    double tau = 1;
+    if (tau * below <= bound) {  // beyond the largest value
+      return below / std::exp2(std::floor(std::log2(bound / below)));
+    }
+    for (int k = 0; k < SparseTail::kLevels; ++k, tau *= 0.5) {
+      below -= each * at_level_[k];
+      number += each * static_cast<double>(count_[k]);
+      // Level k holds values from 2^-k on.
+      if (tau * below <= bound) return number + std::max(0.0, below) / tau;
+    }
+    return std::numeric_limits<double>::infinity();
+  }
+
+ private:
+  double sum_ = 0;
+  double at_level_[SparseTail::kLevels] = {};
+  int64_t count_[SparseTail::kLevels] = {};
 };
 
 // The least threshold any values lead to: what has to be known of a row.

@@ -22,6 +22,10 @@ constexpr int64_t source_bytes(PackSource source) {
   return source == PackSource::f16 || source == PackSource::bf16 ? 2 : 4;
 }
 
+// Rows of sums (sum_packed).
+inline constexpr int64_t kPackedColumns = 32;
+constexpr int64_t packed_bytes(PackSource source) { return source == PackSource::f32 ? 4 : 2; }
+
 // Candidates of one row in one segment: a stretch of the collected arrays.
 struct Chunk {
   uint32_t begin;
@@ -195,14 +199,20 @@ struct Kernels {
                           float least, int except, float* out);
   // The choice of a sparse gradient for a chunk of candidates: p = values[i] * scale with
   // u * tau < p or p >= tau becomes max(p, tau) * factor, the others go. vocab_hash: of the
-  // segment's columns. The outputs have room for count + 15. Returns how many.
+  // segment's columns; `base` is added to those written. The outputs have room for count + 15.
+  // Returns how many.
   int64_t (*thin)(const float* values, const uint8_t* columns, int64_t count, float scale,
                   const uint32_t* vocab_hash, uint32_t token_hash, float tau, float factor,
-                  float* out_values, uint8_t* out_columns);
-  // out[c] (+)= sum over i < count of factors[i] * rows[i][c], for c < columns, in ascending i; the
-  // rows begin `offset` bytes behind the pointers and have unit stride.
-  void (*sum_rows)(PackSource source, const void* const* rows, int64_t offset, const float* factors,
-                   int64_t count, int64_t columns, float* out, bool accumulate);
+                  uint16_t base, float* out_values, uint16_t* out_columns);
+  // Rows for sum_packed, one behind the other: each round_up(columns, kPackedColumns) elements,
+  // zeros behind, of packed_bytes(source) bytes each. The rows have unit stride.
+  void (*pack_for_sums)(PackSource source, const void* const* rows, int64_t count, int64_t columns,
+                        void* panel);
+  // out[c] (+)= sum over i < count of factors[i] * (row ids[i] of the panel)[c], in ascending i,
+  // one rounding per term, for c < columns, a multiple of kPackedColumns.
+  void (*sum_packed)(PackSource source, const void* panel, const uint16_t* ids,
+                     const float* factors, int64_t count, int64_t columns, float* out,
+                     bool accumulate);
   // Merges part b of count rows into part a, in place: the one merge, of segments and of shards.
   //   max = max(a, b); sum + low = (sum_a + low_a) exp(max_a - max) + sum_b exp(max_b - max)
   // `low` is what the additions round away (two-sum): beside a token predicted with p near 1, the

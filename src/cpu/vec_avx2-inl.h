@@ -120,6 +120,18 @@ struct Avx2Vec {
     }
     return n;
   }
+  // Words of two bf16 as fp32: the lower, the upper; and back, of values that are bf16.
+  static F lower_halves(F x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 16));
+  }
+  static F upper_halves(F x) {
+    return _mm256_castsi256_ps(
+        _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  static F both_halves(F lower, F upper) {
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(lower), 16),
+                                               _mm256_castps_si256(upper)));
+  }
   static constexpr bool kTransposesHalves = false;
   static void store_f16(void* p, F x) {
     _mm_storeu_si128(static_cast<__m128i*>(p),

@@ -127,7 +127,11 @@ struct Avx512Vec {
     const F u = _mm512_cvtepi32_ps(_mm512_srli_epi32(x, 1));
     const __mmask16 keep = _mm512_cmp_ps_mask(mul(u, set1(threshold * 0x1p-31f)), e, _CMP_LT_OQ);
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return append(keep, e, _mm512_add_epi32(_mm512_set1_epi32(column), lane), values, columns);
+    const __m512i place = _mm512_add_epi32(_mm512_set1_epi32(column), lane);
+    _mm512_storeu_ps(values, _mm512_maskz_compress_ps(keep, e));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(columns),
+                     _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(keep, place)));
+    return __builtin_popcount(keep);
   }
   // sparse-inl.h, for up to 16 elements at a time.
   static int large_lanes(const float* values, const uint8_t* columns, int lanes, float scale,
@@ -141,7 +145,7 @@ struct Avx512Vec {
   }
   static int thin_lanes(const float* values, const uint8_t* columns, int lanes, float scale,
                         const uint32_t* vocab_hash, uint32_t token_hash, float tau, float factor,
-                        float* out_values, uint8_t* out_columns) {
+                        uint16_t base, float* out_values, uint16_t* out_columns) {
     const __mmask16 here = first(lanes);
     const F p = mul(_mm512_maskz_loadu_ps(here, values), set1(scale));
     const __m512i column = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(here, columns));
@@ -153,7 +157,23 @@ struct Avx512Vec {
     const auto keep = static_cast<__mmask16>(
         _mm512_mask_cmp_ps_mask(here, mul(u, set1(tau * 0x1p-31f)), p, _CMP_LT_OQ) |
         _mm512_mask_cmp_ps_mask(here, p, t, _CMP_GE_OQ));
-    return append(keep, mul(max(p, t), set1(factor)), column, out_values, out_columns);
+    _mm512_storeu_ps(out_values, _mm512_maskz_compress_ps(keep, mul(max(p, t), set1(factor))));
+    const __m512i place = _mm512_add_epi32(column, _mm512_set1_epi32(base));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out_columns),
+                        _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(keep, place)));
+    return __builtin_popcount(keep);
+  }
+  // Words of two bf16 as fp32: the lower, the upper; and back, of values that are bf16.
+  static F lower_halves(F x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 16));
+  }
+  static F upper_halves(F x) {
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+  static F both_halves(F lower, F upper) {
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(lower), 16),
+                                               _mm512_castps_si512(upper)));
   }
   static constexpr bool kTransposesHalves = false;
   // 16 x 16 in registers, four stages of 16 shuffles.
@@ -193,13 +213,6 @@ struct Avx512Vec {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(round_bf16(x)), 16));
   }
   static __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
-  static int append(__mmask16 keep, F values, __m512i columns, float* out_values,
-                    uint8_t* out_columns) {
-    _mm512_storeu_ps(out_values, _mm512_maskz_compress_ps(keep, values));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out_columns),
-                     _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(keep, columns)));
-    return __builtin_popcount(keep);
-  }
 };
 
 // 14 x 32 for both families: see gemm_tile-inl.h.

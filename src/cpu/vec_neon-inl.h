@@ -106,6 +106,17 @@ struct NeonVec {
     }
     return n;
   }
+  // Words of two bf16 as fp32: the lower, the upper; and back, of values that are bf16.
+  static F lower_halves(F x) {
+    return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(x), 16));
+  }
+  static F upper_halves(F x) {
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0xffff0000u)));
+  }
+  static F both_halves(F lower, F upper) {
+    return vreinterpretq_f32_u32(
+        vorrq_u32(vshrq_n_u32(vreinterpretq_u32_f32(lower), 16), vreinterpretq_u32_f32(upper)));
+  }
   static constexpr bool kTransposesHalves = false;
   static void store_f16(void* p, F x) {
     vst1_u16(static_cast<uint16_t*>(p), vreinterpret_u16_f16(vcvt_f16_f32(x)));

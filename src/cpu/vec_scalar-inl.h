@@ -79,6 +79,17 @@ struct ScalarVec {
     *columns = static_cast<uint8_t>(column);
     return logitless::cpu::uniform_of(token_hash, *vocab_hash) * threshold < e ? 1 : 0;
   }
+  // Words of two bf16 as fp32: the lower, the upper; and back, of values that are bf16.
+  static F lower_halves(F x) {
+    return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, x) << 16);
+  }
+  static F upper_halves(F x) {
+    return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, x) & 0xffff0000u);
+  }
+  static F both_halves(F lower, F upper) {
+    return __builtin_bit_cast(
+        float, __builtin_bit_cast(uint32_t, lower) >> 16 | __builtin_bit_cast(uint32_t, upper));
+  }
   static constexpr bool kTransposesHalves = false;
   static void store_f16(void* p, F x) {
     *static_cast<logitless::float16*>(p) = logitless::float16(x);
