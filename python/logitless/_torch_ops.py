@@ -122,6 +122,18 @@ def fits_one_pass(
     return known
 
 
+def check_gradient_fits(
+    BT: int, V: int, H: int, operand: torch.dtype, bf16: bool, grad_input: bool, grad_weight: bool,
+    limit: int, grad_tolerance: float,
+) -> None:  # fmt: skip
+    """An error that names the least possible limit if the backward of "recompute" does not fit."""
+    dtype = DTYPES[operand]
+    _core.plan_text(
+        "gradient", BT, V, H, dtype, BF16 if bf16 else None, 0, grad_input, grad_weight, dtype,
+        options(limit), grad_tolerance,
+    )  # fmt: skip
+
+
 def settled_mode(
     mode: str, V: int, H: int, operand: torch.dtype, bf16: bool, grad_input: bool,
     grad_weight: bool, limit: int, grad_tolerance: float = 0.0,

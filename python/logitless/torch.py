@@ -19,6 +19,7 @@ from ._torch_ops import (
     RECOMPUTE,
     STORE_SOFTMAX,
     apply,
+    check_gradient_fits,
     fits_one_pass,
     gradient_output,
     refuse_double_backward,
@@ -151,6 +152,11 @@ def linear_cross_entropy(
             )
     elif mode == ONE_PASS and not (grad_input or grad_weight):
         mode = RECOMPUTE
+    if limit and chosen is not None and mode == RECOMPUTE and not torch.compiler.is_compiling():
+        # A sparse gradient needs more than the forward: said here, not in the backward.
+        check_gradient_fits(
+            BT, V, H, flat_input.dtype, bf16, grad_input, grad_weight, limit, grad_tolerance
+        )
     per_token_weights = reduction == "none" and token_weights is not None
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         _refuse_forward_mode(input, linear_weight)

@@ -169,6 +169,15 @@ def test_reductions_weights_and_logsumexp(reduction):
             assert (found - value).norm() <= 0.03 * value.norm()
 
 
+def test_a_limit_is_kept_or_refused_in_the_forward():
+    x, w, t = case(64, 4000, 128, torch.bfloat16)
+    loss = linear_cross_entropy(x, w, t, grad_tolerance=EPS, workspace_limit=8 << 20)
+    assert loss.grad_fn.settings[2] == "one_pass"
+    for mode in MODES:
+        with pytest.raises(ValueError, match="workspace_limit_bytes.*the least possible workspace is"):
+            linear_cross_entropy(x, w, t, grad_tolerance=EPS, workspace_limit=512 << 10, mode=mode)
+
+
 def test_main_grad_is_added_to():
     x, w, t = case()
     value = gradients(x, w, t, seed=6, mode="recompute")[1]
