@@ -35,10 +35,15 @@ def sparse_counts() -> Optional[SparseCounts]:
 
 def tolerance(value: Any) -> float:
     """The argument grad_tolerance: 0 (exact), or the relative error of each token's gradient."""
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+    # (While tracing a float may be symbolic: it has no attributes.)
+    if not isinstance(value, float) and (
+        isinstance(value, (bool, str)) or not hasattr(value, "__float__")
+    ):
         raise TypeError(f"grad_tolerance is a {type(value).__name__}, must be a number")
     number = float(value)
-    if not (number == 0.0 or LEAST <= number <= MOST):
+    if number == 0.0:
+        return 0.0
+    if not LEAST <= number <= MOST:
         raise ValueError(
             f"grad_tolerance is {number:g}, must be 0, or between 2^-16 and 0.5"
         )

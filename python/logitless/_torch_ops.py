@@ -144,6 +144,7 @@ def settled_mode(
         return ONE_PASS
     if mode != AUTO:
         return mode
+    grad_tolerance = float(grad_tolerance)  # symbolic where torch.compile is dynamic
     if limit == 0:
         held = 2 if held_dtype(operand) is torch.bfloat16 else 4
         limit = max(256 << 20, int(1.25 * V * H * (operand.itemsize + held * grad_weight)))

@@ -240,8 +240,9 @@ def test_opcheck(mode):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_compiled_in_one_graph_it_draws_once_and_computes_the_same(mode):
+def test_compiled_in_one_graph_it_draws_once_and_computes_the_same(mode, dynamic):
     torch._dynamo.reset()
 
     def f(x, w, t, seed):
@@ -251,14 +252,14 @@ def test_compiled_in_one_graph_it_draws_once_and_computes_the_same(mode):
         return f(x, w, t, None)
 
     x, w, t = case()
-    given = torch.compile(f, fullgraph=True)
+    given = torch.compile(f, fullgraph=True, dynamic=dynamic)
     for number in (5, 6):
         seed = torch.tensor(number)
         eager = gradients(x, w, t, lambda *a, grad_tolerance, seed=seed: f(*a, seed))
         graph = gradients(x, w, t, lambda *a, grad_tolerance, seed=seed: given(*a, seed))
         for a, b in zip(graph, eager):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
-    drawn = torch.compile(draws, fullgraph=True)
+    drawn = torch.compile(draws, fullgraph=True, dynamic=dynamic)
     torch.manual_seed(1)
     made = [gradients(x, w, t, lambda *a, grad_tolerance: drawn(*a, None)) for _ in range(3)]
     assert not same(made[0], made[1])
@@ -268,6 +269,16 @@ def test_compiled_in_one_graph_it_draws_once_and_computes_the_same(mode):
     for found in made:
         for a, b in zip(found, exact):
             assert (a - b).norm() <= 8 * EPS * b.norm()
+    module = logitless.LinearCrossEntropyLoss(48, 600, mode=mode, grad_tolerance=EPS)
+    w = module.linear.weight = torch.nn.Parameter(w.detach())
+    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic)
+    for rows in (20, 11):
+        value, found = (
+            gradients(x, w, t, lambda x, w, t, grad_tolerance, m=m, r=rows: m(x[:r], t[:r], seed=seed))
+            for m in (module, compiled)
+        )
+        for a, b in zip(found, value):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 
 
 # ---- errors -------------------------------------------------------------------------------------
