@@ -134,14 +134,14 @@ DenseRule dense_rule(std::span<const double> logits, int64_t target, double eps,
                      const SparseRule& rule) {
   constexpr int64_t kLeastSampled = 2048;
   const auto V = static_cast<int64_t>(logits.size());
-  const double limit = 0.15 * static_cast<double>(V);
+  const double limit = 0.2 * static_cast<double>(V);
   DenseRule dense;
   // The target may be counted or not.
   dense.may_be_dense = rule.expected_kept > 0.75 * limit;
   dense.may_be_sparse = rule.expected_kept < 1.25 * limit + 1.5;
   if (V >= kLeastSampled) {
     const int64_t stride = std::max<int64_t>(64, (V + 1023) / 1024);
-    const double flat = 0.15 * static_cast<double>(V);
+    const double flat = 0.2 * static_cast<double>(V);
     const double sampled = sampled_kept(logits, target, eps, stride);
     if (sampled > 0.8 * flat) dense.may_be_dense = true;
   }

@@ -42,7 +42,7 @@ struct SparseRule {
 // target outside [0, V): no element is the target.
 SparseRule sparse_rule(std::span<const double> softmax, int64_t target, double eps);
 
-// Rows of which more than some 15 % would be kept are left to the exact gradient, which is then
+// Rows of which more than a fifth would be kept are left to the exact gradient, which is then
 // cheaper; that is no part of the definition, and a row near the limit may go either way.
 struct DenseRule {
   bool may_be_dense = false;
@@ -50,7 +50,7 @@ struct DenseRule {
 };
 // logits and softmax of the row. Of a large vocabulary a sample is looked at beforehand, the
 // elements of every 64th column (or of 1024, if these are fewer) but the target's, taken for all of
-// them: if that keeps more than some 15 %, the row counts as flat.
+// them: if that keeps more than a fifth, the row counts as flat.
 DenseRule dense_rule(std::span<const double> logits, int64_t target, double eps,
                      const SparseRule& rule);
 

@@ -143,7 +143,7 @@ class SparsePass {
     return scratch<std::byte>(team, p_.scratch_stride - 2 * row_bytes());
   }
 
-  static constexpr int64_t kAhead = 8;  // rows, or segments of a row, fetched beforehand
+  static constexpr int64_t kAhead = 8;  // rows, fetched beforehand
   static constexpr int64_t kLine = 64;
 
   // ---- which rows are flat ---------------------------------------------------------------------
@@ -208,15 +208,19 @@ class SparsePass {
       return false;
     }
     tail.reference = max;
+    constexpr float kLowest = -100.0f;  // of no weight, and no part of the moments
     double moments[2] = {};
+    int number = 0;
     SampledRow sample;
     over_panels([&](float* x, int64_t columns, int64_t) {
       float first = 0;
       float second = 0;
       for (int64_t c = 0; c < columns; ++c) {
-        x[c] = std::max(x[c] - max, -100.0f);
-        first += x[c];
-        second += x[c] * x[c];
+        x[c] -= max;
+        const float d = x[c] < kLowest ? 0.0f : x[c];  // also the target
+        first += d;
+        second += d * d;
+        number += x[c] < kLowest ? 0 : 1;
       }
       moments[0] += static_cast<double>(first);
       moments[1] += static_cast<double>(second);
@@ -225,8 +229,8 @@ class SparsePass {
     });
     const auto each = static_cast<double>(p_.sample_stride);
     tail = sample.tail(max, each);
-    const double mean = moments[0] / static_cast<double>(n);
-    const double variance = moments[1] / static_cast<double>(n) - mean * mean;
+    const double mean = moments[0] / number;
+    const double variance = moments[1] / number - mean * mean;
     const double normal = static_cast<double>(p_.shape.V) * std::exp(mean + 0.5 * variance);
     const double rest = std::max(each * sample.sum(), std::min(normal, 1e30));
     return sample.expected(rest, p_.tolerance, each) >
@@ -302,102 +306,162 @@ class SparsePass {
 
   // ---- settling --------------------------------------------------------------------------------
 
+  // A row of the block on its way from candidates to kept elements. Rows are settled in groups, a
+  // segment of all of them before the next segment: their candidates lie side by side.
+  struct Settling {
+    RowKind kind = RowKind::sparse;
+    SparseRow row;
+    int64_t r = 0;     // in the block
+    int64_t b = 0;     // of the batch
+    int64_t kept = 0;  // in the group of rows
+    int64_t target = kNoTarget;
+    float inv_sum = 0;
+    double rest = 0;
+    float complete = 0;  // candidates are complete from here on
+    float least = 0;     // no value below it counts for the threshold
+    float tau = 0;
+    float* factor = nullptr;  // of each segment: softmax = candidate * factor
+    const cpu::Chunk* chunks = nullptr;
+    int64_t n = 0;  // kept so far
+    SoftmaxBins bins;
+  };
+  static constexpr int64_t kSettledTogether = SparsePlanData::kSettledTogether;
+
   // Rows of the block: threshold, kept elements.
   void settle(const Team& team, int64_t g0, int64_t n) {
     const Range mine = team.part(n);
     const auto* block = region<int64_t>(p_.block);
-    for (int64_t r = mine.begin; r < mine.end && !stop_.requested(); ++r) {
-      const int64_t b = rows_[g0 + block[r]];
-      source_.settled(b);
-      kinds_[b] = settle_row(r, b, block[r], scratch<float>(team));
-      if (kinds_[b] == RowKind::sparse) continue;
-      int32_t* begin = region<int32_t>(p_.kept_begin) + block[r];
-      for (int64_t i = 0; i <= p_.vocab_blocks(); ++i) begin[i * p_.group_rows] = 0;
+    for (int64_t r0 = mine.begin; r0 < mine.end && !stop_.requested(); r0 += kSettledTogether) {
+      Settling rows[kSettledTogether];
+      const int64_t count = std::min(kSettledTogether, mine.end - r0);
+      for (int64_t i = 0; i < count; ++i) {
+        Settling& x = rows[i];
+        x.r = r0 + i;
+        x.kept = block[x.r];
+        x.b = rows_[g0 + x.kept];
+        x.factor = scratch<float>(team) + i * p_.segments();
+        source_.settled(x.b);
+        begin_row(x);
+      }
+      for (int64_t s = 0; s < p_.segments(); ++s) {
+        for (int64_t i = 0; i < count; ++i) {
+          fetch_candidates(rows[i], s + 1);
+          if (rows[i].kind == RowKind::sparse) add_to_bins(rows[i], s);
+        }
+      }
+      for (int64_t i = 0; i < count; ++i) choose_threshold(rows[i]);
+      for (int64_t s = 0; s < p_.segments(); ++s) {
+        for (int64_t i = 0; i < count; ++i) {
+          fetch_candidates(rows[i], s + 1);
+          if (rows[i].kind == RowKind::sparse) thin(rows[i], s);
+        }
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        kinds_[rows[i].b] = rows[i].kind;
+        int32_t* begin = region<int32_t>(p_.kept_begin) + rows[i].kept;
+        begin[p_.vocab_blocks() * p_.group_rows] = static_cast<int32_t>(rows[i].n);
+        if (rows[i].kind == RowKind::sparse) continue;
+        for (int64_t j = 0; j <= p_.vocab_blocks(); ++j) begin[j * p_.group_rows] = 0;
+      }
     }
   }
 
-  // Row r of the block, row `kept` of the group. factor: room for one of each segment.
-  RowKind settle_row(int64_t r, int64_t b, int64_t kept, float* factor) {
+  void begin_row(Settling& x) const {
     const ForwardPlanData& f = p_.forward;
     const int64_t segments = p_.segments();
-    const float max = block_region<float>(f.run_max)[r];
-    const float sum = block_region<float>(f.run_sum)[r];
-    if (!std::isfinite(max) || !std::isfinite(sum) || !(sum > 0)) return RowKind::dense;
-    const SparseRow row = source_.row(b, max, sum);
-    const cpu::Chunk* chunks = region<cpu::Chunk>(p_.chunks) + r * segments;
-    for (int64_t s = 0; s < segments; ++s) {
-      if (chunks[s].count == cpu::Collector::kDidNotFit) return RowKind::pending;
+    const float max = block_region<float>(f.run_max)[x.r];
+    const float sum = block_region<float>(f.run_sum)[x.r];
+    if (!std::isfinite(max) || !std::isfinite(sum) || !(sum > 0)) {
+      x.kind = RowKind::dense;
+      return;
     }
-    const float inv_sum = 1.0f / row.sum;
-    float rest_scale = block_region<float>(f.rest_max)[r] - row.max;
+    x.chunks = region<cpu::Chunk>(p_.chunks) + x.r * segments;
+    for (int64_t s = 0; s < segments; ++s) {
+      if (x.chunks[s].count == cpu::Collector::kDidNotFit) x.kind = RowKind::pending;
+    }
+    if (x.kind != RowKind::sparse) return;
+    x.row = source_.row(x.b, max, sum);
+    x.target = block_region<int64_t>(f.local_target)[x.r];
+    x.inv_sum = 1.0f / x.row.sum;
+    float rest_scale = block_region<float>(f.rest_max)[x.r] - x.row.max;
     k_.exp(&rest_scale, 1, &rest_scale);
-    const double rest = (static_cast<double>(block_region<float>(f.rest_sum)[r]) +
-                         static_cast<double>(block_region<float>(f.rest_low)[r])) *
-                        static_cast<double>(rest_scale) / static_cast<double>(row.sum);
-
-    // Segment maxima become factors of softmax, side by side.
-    const float* segment_max = block_region<float>(f.partial_max) + r;
-    for (int64_t s = 0; s < segments; ++s) factor[s] = segment_max[s * f.token_block] - row.max;
-    k_.exp(factor, segments, factor);
-    for (int64_t s = 0; s < segments; ++s) factor[s] *= inv_sum;
-
-    const int64_t target = block_region<int64_t>(f.local_target)[r];
-    const float* values = region<float>(p_.values);
-    const uint8_t* columns = region<uint8_t>(p_.columns);
-    // From where on the candidates are complete.
-    float complete = block_region<float>(f.reference)[r] - row.max;
-    k_.exp(&complete, 1, &complete);
-    complete *= block_region<float>(f.threshold)[r] * inv_sum * (1 + 0x1p-10f);
-    const float least = std::max(least_threshold(rest, p_.tolerance), complete);
-    SoftmaxBins bins;
+    x.rest = (static_cast<double>(block_region<float>(f.rest_sum)[x.r]) +
+              static_cast<double>(block_region<float>(f.rest_low)[x.r])) *
+             static_cast<double>(rest_scale) / static_cast<double>(x.row.sum);
+    // Segment maxima become factors, side by side.
+    const float* segment_max = block_region<float>(f.partial_max) + x.r;
     for (int64_t s = 0; s < segments; ++s) {
-      const cpu::Chunk chunk = chunks[s];
-      const cpu::Chunk ahead = chunks[std::min(s + kAhead, segments - 1)];
-      __builtin_prefetch(values + ahead.begin);
-      __builtin_prefetch(values + ahead.begin + 16);
-      __builtin_prefetch(columns + ahead.begin);
-      const int64_t column = target - s * cpu::kSegmentColumns;
-      const bool here = column >= 0 && column < cpu::kSegmentColumns;
-      float large[cpu::kSegmentColumns + SparsePlanData::kRoom];
-      const int64_t count =
-          k_.large_values(values + chunk.begin, columns + chunk.begin, chunk.count, factor[s],
-                          least, here ? static_cast<int>(column) : -1, large);
-      for (int64_t i = 0; i < count; ++i) bins.add(large[i]);
+      x.factor[s] = segment_max[s * f.token_block] - x.row.max;
     }
+    k_.exp(x.factor, segments, x.factor);
+    for (int64_t s = 0; s < segments; ++s) x.factor[s] *= x.inv_sum;
+    x.complete = block_region<float>(f.reference)[x.r] - x.row.max;
+    k_.exp(&x.complete, 1, &x.complete);
+    x.complete *= block_region<float>(f.threshold)[x.r] * x.inv_sum * (1 + 0x1p-10f);
+    x.least = std::max(least_threshold(x.rest, p_.tolerance), x.complete);
+  }
+
+  void fetch_candidates(const Settling& x, int64_t s) const {
+    if (x.kind != RowKind::sparse || s >= p_.segments()) return;
+    const float* values = region<float>(p_.values) + x.chunks[s].begin;
+    __builtin_prefetch(values);
+    __builtin_prefetch(values + 16);
+    __builtin_prefetch(region<uint8_t>(p_.columns) + x.chunks[s].begin);
+  }
+
+  // The target's column within segment s; -1: elsewhere.
+  static int target_column(const Settling& x, int64_t s) {
+    const int64_t column = x.target - s * cpu::kSegmentColumns;
+    return column >= 0 && column < cpu::kSegmentColumns ? static_cast<int>(column) : -1;
+  }
+
+  void add_to_bins(Settling& x, int64_t s) const {
+    const cpu::Chunk chunk = x.chunks[s];
+    float large[cpu::kSegmentColumns + SparsePlanData::kRoom];
+    const int64_t count = k_.large_values(region<float>(p_.values) + chunk.begin,
+                                          region<uint8_t>(p_.columns) + chunk.begin, chunk.count,
+                                          x.factor[s], x.least, target_column(x, s), large);
+    for (int64_t i = 0; i < count; ++i) x.bins.add(large[i]);
+  }
+
+  void choose_threshold(Settling& x) const {
+    if (x.kind != RowKind::sparse) return;
     const SoftmaxBins::Threshold threshold =
-        bins.threshold(rest, p_.tolerance, static_cast<double>(complete));
-    if (threshold.tau == 0.0f) return RowKind::pending;
-    if (threshold.expected > most_kept()) return RowKind::dense;
-
-    float* kept_values = region<float>(p_.kept_values) + kept * p_.row_capacity;
-    auto* kept_columns = region<uint16_t>(p_.kept_columns) + kept * p_.row_capacity;
-    int32_t* begin = region<int32_t>(p_.kept_begin) + kept;
-    const float of_p = row.grad + row.grad_lse;
-    const uint32_t token_hash = block_region<uint32_t>(f.token_hash)[r];
-    int64_t n = 0;
-    for (int64_t s = 0; s < segments; ++s) {
-      if (s % p_.block_segments == 0) {
-        begin[s / p_.block_segments * p_.group_rows] = static_cast<int32_t>(n);
-      }
-      const cpu::Chunk chunk = chunks[s];
-      // Far beyond what to expect.
-      if (n + chunk.count + 1 + SparsePlanData::kRoom > p_.row_capacity) return RowKind::dense;
-      const int64_t v0 = s * cpu::kSegmentColumns;
-      const auto base = static_cast<uint16_t>(v0 % p_.block_columns());
-      int64_t added = k_.thin(values + chunk.begin, columns + chunk.begin, chunk.count, factor[s],
-                              region<uint32_t>(p_.vocab_hash) + v0, token_hash, threshold.tau, of_p,
-                              base, kept_values + n, kept_columns + n);
-      if (target >= v0 && target < v0 + cpu::kSegmentColumns) {
-        float p = 0;
-        k_.softmax(block_region<float>(f.predicted) + r, 1, row.max, inv_sum, &p);
-        added = put_target(static_cast<uint16_t>(base + target - v0),
-                           (p - 1.0f) * row.grad + p * row.grad_lse, added, kept_values + n,
-                           kept_columns + n);
-      }
-      n += added;
+        x.bins.threshold(x.rest, p_.tolerance, static_cast<double>(x.complete));
+    x.tau = threshold.tau;
+    if (x.tau == 0.0f) {
+      x.kind = RowKind::pending;
+    } else if (threshold.expected > most_kept()) {
+      x.kind = RowKind::dense;
     }
-    begin[p_.vocab_blocks() * p_.group_rows] = static_cast<int32_t>(n);
-    return RowKind::sparse;
+  }
+
+  void thin(Settling& x, int64_t s) const {
+    if (s % p_.block_segments == 0) {
+      region<int32_t>(p_.kept_begin)[s / p_.block_segments * p_.group_rows + x.kept] =
+          static_cast<int32_t>(x.n);
+    }
+    const cpu::Chunk chunk = x.chunks[s];
+    if (x.n + chunk.count + 1 + SparsePlanData::kRoom > p_.row_capacity) {
+      x.kind = RowKind::dense;  // far beyond what to expect
+      return;
+    }
+    const int64_t v0 = s * cpu::kSegmentColumns;
+    const auto base = static_cast<uint16_t>(v0 % p_.block_columns());
+    float* values = region<float>(p_.kept_values) + x.kept * p_.row_capacity + x.n;
+    auto* columns = region<uint16_t>(p_.kept_columns) + x.kept * p_.row_capacity + x.n;
+    int64_t added =
+        k_.thin(region<float>(p_.values) + chunk.begin, region<uint8_t>(p_.columns) + chunk.begin,
+                chunk.count, x.factor[s], region<uint32_t>(p_.vocab_hash) + v0,
+                block_region<uint32_t>(p_.forward.token_hash)[x.r], x.tau,
+                x.row.grad + x.row.grad_lse, base, values, columns);
+    if (const int target = target_column(x, s); target >= 0) {
+      float p = 0;
+      k_.softmax(block_region<float>(p_.forward.predicted) + x.r, 1, x.row.max, x.inv_sum, &p);
+      added = put_target(static_cast<uint16_t>(base + target),
+                         (p - 1.0f) * x.row.grad + p * x.row.grad_lse, added, values, columns);
+    }
+    x.n += added;
   }
 
   // The target's element among the `count` of its segment, in place of what was chosen of it.
@@ -632,27 +696,11 @@ class SparsePass {
         if (in_workspace && !last) {
           std::copy(sums, sums + columns, kept_sums);
         } else {
-          store_weight_row(team, v, h0, columns, sums);
+          store_row(k_, out, v, h0, columns, sums);
         }
         begin += n;
       }
     }
-  }
-
-  // Past the caches where it is not read before: whoever needs it comes much later.
-  void store_weight_row(const Team& team, int64_t v, int64_t h0, int64_t columns,
-                        const float* sums) const {
-    const MatrixView& out = *out_.grad_weight;
-    if (out.col_stride != 1 || p_.grad_weight->accumulate) {
-      return store_row(k_, out, v, h0, columns, sums);
-    }
-    const int64_t bytes = columns * size_of(out.dtype);
-    const void* row = sums;
-    if (out.dtype != DType::f32) {
-      row = gathered_row(team);
-      k_.store(out.dtype, sums, columns, gathered_row(team));
-    }
-    k_.copy_past_caches(row, bytes, 1, bytes, at(out, v, h0), bytes);
   }
 
   const SparsePlanData& p_;

@@ -25,7 +25,7 @@ int64_t lay_out(SparsePlanData& p) {
 
   // What the rule leaves to this pass, and a segment beyond it.
   p.row_capacity =
-      round_up(std::min(V, V / 6 + 2 * cpu::kSegmentColumns) + 1 + SparsePlanData::kRoom,
+      round_up(std::min(V, V / 5 + 3 * cpu::kSegmentColumns) + 1 + SparsePlanData::kRoom,
                SparsePlanData::kRoom);
   // An eighth of the block's elements, and everything of a few rows in any case.
   const int64_t usual = ceil_div(rows * (V / 5 + cpu::kSegmentColumns), threads);
@@ -45,8 +45,11 @@ int64_t lay_out(SparsePlanData& p) {
       std::min(p.segments(), SparsePlanData::kMostSorted / cpu::kSegmentColumns);
   p.block_segments = std::clamp<int64_t>(cache / (p.input_slice * element * cpu::kSegmentColumns),
                                          1, most_segments);
-  p.sorted_blocks = std::clamp<int64_t>(p.vocab_blocks() / (4 * threads), 1,
-                                        SparsePlanData::kMostSorted / p.block_columns());
+  // As many as usually have room for their entries, of a twenty-fifth.
+  p.sorted_blocks =
+      std::clamp<int64_t>(std::min(25 * p.entries() / (p.group_rows * p.block_columns()),
+                                   p.vocab_blocks() / (4 * threads)),
+                          1, SparsePlanData::kMostSorted / p.block_columns());
   p.weight_slice = slice(cache / (p.group_rows * element));
 
   Layout l;
@@ -78,8 +81,11 @@ int64_t lay_out(SparsePlanData& p) {
   const int64_t sorted = p.entries() * (4 + 2);
   const int64_t panel = p.block_columns() * p.input_slice * element;
   const int64_t row = std::max(p.input_slice, p.weight_slice) * 4;
-  p.scratch_stride = round_up(std::max({sample, sorted, panel, p.segments() * 4}), kAlignment) +
-                     2 * round_up(row, kAlignment);
+  p.scratch_stride =
+      round_up(
+          std::max({sample, sorted, panel, SparsePlanData::kSettledTogether * p.segments() * 4}),
+          kAlignment) +
+      2 * round_up(row, kAlignment);
   p.scratch = l.add(threads * p.scratch_stride);
   return p.workspace_bytes = l.bytes();
 }
@@ -183,9 +189,17 @@ Result<void> plan_sparse(LossAndGradientPlanData& plan, const PlanOptions& optio
     };
   };
   bool fits = choose(one_pass(data->exact));
-  fits = choose(one_pass(data->after)) && fits;
+  // The others within what the exact pass takes anyway, if that leaves blocks worth having.
+  const int64_t beside = data->exact.workspace_bytes;
   fits = choose([&](int64_t bytes, int64_t& least_bytes) {
-           return choose_sparse(data->sparse, bytes, least_bytes);
+           return one_pass(data->after)(std::min(bytes, beside), least_bytes) ||
+                  one_pass(data->after)(bytes, least_bytes);
+         }) &&
+         fits;
+  fits = choose([&](int64_t bytes, int64_t& least_bytes) {
+           return (choose_sparse(data->sparse, std::min(bytes, beside), least_bytes) &&
+                   data->sparse.block_rows() >= std::min<int64_t>(256, BT)) ||
+                  choose_sparse(data->sparse, bytes, least_bytes);
          }) &&
          fits;
   if (!fits) return does_not_fit(plan.limit_bytes, data->passes + least);

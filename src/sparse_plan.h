@@ -23,9 +23,10 @@ struct SparsePlanData {
   // Rows whose kept elements are in memory together; grad_weight is summed from group to group.
   int64_t group_rows = 0;
   int64_t groups() const { return ceil_div(std::max<int64_t>(1, shape.BT), group_rows); }
-  int64_t row_capacity = 0;             // kept elements of a row; a row of more is treated densely
-  static constexpr int64_t kRoom = 16;  // behind them, where a vector may be written
-  int64_t thread_capacity = 0;          // candidates that a thread collects of a block
+  int64_t row_capacity = 0;  // kept elements of a row; a row of more is treated densely
+  static constexpr int64_t kSettledTogether = 16;  // rows
+  static constexpr int64_t kRoom = 16;             // behind them, where a vector may be written
+  int64_t thread_capacity = 0;                     // candidates that a thread collects of a block
   // Segments that one thread takes at most: of each of the four rounds one more than its share.
   int64_t most_segments(int64_t threads) const {
     return std::min(segments(), segments() / threads + 4);
@@ -42,12 +43,12 @@ struct SparsePlanData {
   int64_t sample_rows() const { return sample_stride == 0 ? 0 : ceil_div(shape.V, sample_stride); }
   // More than this expected share of a row kept: it is treated densely. Where the products cost as
   // much either way.
-  static constexpr double kDenseShare = 0.15;
+  static constexpr double kDenseShare = 0.2;
   // The same by the sample, which misses some of the largest values and so takes others for larger
   // than they are.
-  static constexpr double kFlatShare = 0.15;
+  static constexpr double kFlatShare = 0.2;
   static constexpr int64_t kMostRows = int64_t{1} << 16;  // of a group
-  static constexpr int64_t kEntries = int64_t{1} << 15;   // of grad_weight, sorted at a time
+  static constexpr int64_t kEntries = int64_t{1} << 16;   // of grad_weight, sorted at a time
   int64_t entries() const { return std::max(kEntries, group_rows); }
   // Columns of H that a product walks over, so that the other operand's rows, packed for it, stay
   // in L2: those of some segments of weight, or all of the group's input.

@@ -72,7 +72,7 @@ struct SparseTail {
     const double bound = tolerance * tolerance * rest * rest;
     double level = 1;
     for (int k = 0; k < kLevels; ++k, level *= 0.5) {
-      const double mass = 1.5 * static_cast<double>(below[k]) + 2 * each * level;
+      const double mass = 4 * static_cast<double>(below[k]) + 16 * each * level;
       const double t = k == 0 ? bound / mass : std::min(level, bound / mass);
       if (t >= 0.5 * level) return t;
     }

@@ -53,7 +53,7 @@ struct GradientOutput {
 // target stays as it is. The expectation is the exact gradient, and the standard error of a row of
 // grad_logits at most eps of its norm. What is kept depends on seed, token id and global
 // vocabulary id alone: on no thread, chunk or limit. Kept values are not rounded to the operand
-// type. A row of which this would keep more than some 15 %, or whose statistics are not finite, is
+// type. A row of which this would keep more than a fifth, or whose statistics are not finite, is
 // treated exactly, as are all rows where eps is 0. (In a batch that has both kinds of rows, a
 // 16-bit grad_weight is rounded once for either.)
 inline constexpr float kLeastGradTolerance = 0x1p-16f;

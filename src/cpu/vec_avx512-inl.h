@@ -136,8 +136,9 @@ struct Avx512Vec {
   // sparse-inl.h, for up to 16 elements at a time.
   static int large_lanes(const float* values, const uint8_t* columns, int lanes, float scale,
                          float least, int except, float* out) {
-    const F p = mul(_mm512_maskz_loadu_ps(first(lanes), values), set1(scale));
-    const __m512i column = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first(lanes), columns));
+    const F p = mul(_mm512_loadu_ps(values), set1(scale));
+    const __m512i column =
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(columns)));
     const __mmask16 keep = _mm512_mask_cmp_ps_mask(first(lanes), p, set1(least), _CMP_GE_OQ) &
                            _mm512_cmpneq_epi32_mask(column, _mm512_set1_epi32(except));
     _mm512_storeu_ps(out, _mm512_maskz_compress_ps(keep, p));
@@ -147,8 +148,9 @@ struct Avx512Vec {
                         const uint32_t* vocab_hash, uint32_t token_hash, float tau, float factor,
                         uint16_t base, float* out_values, uint16_t* out_columns) {
     const __mmask16 here = first(lanes);
-    const F p = mul(_mm512_maskz_loadu_ps(here, values), set1(scale));
-    const __m512i column = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(here, columns));
+    const F p = mul(_mm512_loadu_ps(values), set1(scale));
+    const __m512i column =
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(columns)));
     __m512i x = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), here, column, vocab_hash, 4);
     x = _mm512_xor_si512(x, _mm512_set1_epi32(static_cast<int>(token_hash)));
     x = _mm512_mullo_epi32(x, _mm512_set1_epi32(static_cast<int>(logitless::cpu::kHashFactor)));
