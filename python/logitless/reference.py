@@ -67,7 +67,8 @@ def _rows(target: np.ndarray, ignore_index: int | None, counts: Any) -> np.ndarr
 def _mix64(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
 
 
 def _hash(seed: int, stream: int, ids: np.ndarray) -> np.ndarray:
@@ -82,7 +83,9 @@ def uniform(seed: int, token_ids: Any, vocab_ids: Any) -> np.ndarray:
     vocab_hash = _hash(seed, 2, np.asarray(vocab_ids, np.int64))
     with np.errstate(over="ignore"):
         x = (token_hash[:, None] ^ vocab_hash[None, :]) * np.uint32(0x9E3779B1)
-    return (x >> np.uint32(1)).astype(np.int32).astype(np.float32).astype(np.float64) * 2.0**-31
+    halved = (x >> np.uint32(1)).astype(np.int32).astype(np.float32)
+    u: np.ndarray = halved.astype(np.float64) * 2.0**-31
+    return u
 
 
 def row_tau(others: np.ndarray, grad_tolerance: float) -> np.ndarray:
