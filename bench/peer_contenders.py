@@ -59,6 +59,7 @@ def contenders_of(pythons):
     found = [
         Contender("logitless", "Logitless", {section: section for section in SECTIONS}),
         Contender("logitless-recompute", "Logitless, recomputing", {"step": "step-recompute"}),
+        Contender("logitless-sparse", "Logitless, grad_tolerance 2^-9", {"step": "step-sparse"}),
     ]
     both = {"step": "step", "forward": "forward"}
     bf16, fp32 = {"loss_dtype": "bfloat16"}, {"loss_dtype": "float32"}

@@ -85,6 +85,7 @@ class Loaded {
   Prepared prepare(const std::string& op) {
     if (op == "step") return step(Strategy::automatic);
     if (op == "step-recompute") return step(Strategy::recompute);
+    if (op == "step-sparse") return step(Strategy::one_pass, kTolerance);
     if (op == "forward") return forward();
     if (op == "gradient") {
       const Prepared first = forward();
@@ -92,14 +93,17 @@ class Loaded {
       first.call(workspace.span());
       return gradient();
     }
-    fail(fmt::format("op is `{}`, must be step, step-recompute, forward or gradient",
+    fail(fmt::format("op is `{}`, must be step, step-recompute, step-sparse, forward or gradient",
                      cli::printable(op)));
   }
 
  private:
+  static constexpr float kTolerance = 0x1p-9f;
+
   // Loss and both gradients, one call.
-  Prepared step(Strategy strategy) {
+  Prepared step(Strategy strategy, float grad_tolerance = 0.0f) {
     LossAndGradientTypes types;
+    types.grad_tolerance = grad_tolerance;
     types.operand = case_.dtype();
     types.target = case_.target.dtype();
     types.grad_input = GradientOutput{.dtype = case_.dtype(), .accumulate = false};
@@ -116,7 +120,8 @@ class Loaded {
     outputs.grad_input = grad_input_.matrix();
     outputs.grad_weight = grad_weight_.matrix();
     return {.call =
-                [plan, operands, outputs](std::span<std::byte> workspace) {
+                [plan, operands, outputs](std::span<std::byte> workspace) mutable {
+                  ++operands.seed;  // a new one for every step
                   take(run(plan, operands, outputs, workspace));
                 },
             .workspace_bytes = plan.workspace_bytes(),
