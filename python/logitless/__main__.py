@@ -139,9 +139,13 @@ def main(argv: Optional[list[str]] = None) -> int:
         sub.add_argument("--threads", type=int, default=0, help="at most so many; 0: the default")
         sub.add_argument("--workspace-limit", type=int, default=0, metavar="BYTES")
 
+    def number(text: str) -> float:
+        base, _, exponent = text.partition("^")
+        return float(base) ** int(exponent) if exponent else float(text)
+
     def add_tolerance(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--grad-tolerance", type=float, default=0.0, metavar="EPS",
-                         help="a sparse gradient, unbiased, of about this relative error; 0: exact")  # fmt: skip
+        sub.add_argument("--grad-tolerance", type=number, default=0.0, metavar="EPS",
+                         help="a sparse gradient, unbiased, of about this relative error, e.g. 2^-9; 0: exact")  # fmt: skip
 
     sub = commands.add_parser("plan", help="schedule, tiles and workspace for a shape")
     sub.add_argument("--shape", required=True, metavar="BT,V,H")

@@ -54,7 +54,7 @@ def test_run_and_verify_a_case(case_file, tmp_path):
 def test_a_sparse_gradient_says_what_it_kept(case_file, tmp_path):
     outs = [tmp_path / f"{i}.safetensors" for i in range(3)]
     for out, seed in zip(outs, ("1", "2", "1")):
-        done = call("run", str(case_file), "--out", str(out), "--grad-tolerance", "0.125", "--seed", seed)
+        done = call("run", str(case_file), "--out", str(out), "--grad-tolerance", "2^-3" if seed == "2" else "0.125", "--seed", seed)
         assert done.returncode == 0 and " elements of grad_logits (" in done.stdout, done.stderr
     first, second, again = (ln.load_case(out)["grad_weight"] for out in outs)
     assert (first == again).all() and (first != second).any()
