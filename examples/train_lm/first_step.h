@@ -10,8 +10,9 @@
 namespace logitless::train_lm {
 
 struct FirstStep {
-  double exact_loss = 0;       // the mean loss, in float64
-  cli::Judgements judgements;  // loss of every token, rows of grad_input and grad_weight
+  double exact_loss = 0;  // the mean loss, in float64
+  // Loss of every token; rows of grad_input and grad_weight, but those of a sparse gradient.
+  cli::Judgements judgements;
 };
 
 // What the first step's loss and gradients are allowed to be, computed in float64 over the whole

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "cli/host_tensor.h"
 #include "logitless/cancel.h"
+#include "logitless/loss_and_gradient.h"
 #include "logitless/parallel/vocab_parallel.h"
 
 namespace logitless::train_lm {
@@ -14,30 +16,50 @@ namespace logitless::train_lm {
 // the library for it. Operands are fp32 and multiplied in bf16, gradients are fp32.
 class Head {
  public:
-  // Collective. shape.V: of the whole vocabulary; rows: this rank's; threads: 0 = the library's
-  // default. The plan's errors are the same on every rank.
-  static Result<VocabParallelPlan> plan(Communicator& ranks, const Shape& shape,
-                                        const RowRange& rows, bool with_gradients, int threads);
+  // One of the two.
+  struct Plan {
+    std::optional<VocabParallelPlan> split;    // over the ranks
+    std::optional<LossAndGradientPlan> whole;  // on the only rank, with a sparse gradient
+
+    const Shape& shape() const { return split ? split->shape() : whole->shape(); }
+    int64_t workspace_bytes() const;
+    Isa isa() const { return split ? split->isa() : whole->isa(); }
+    int threads() const { return split ? split->threads() : whole->threads(); }
+    Strategy strategy() const { return split ? split->strategy() : whole->strategy(); }
+  };
+  struct PlanOptions {
+    bool with_gradients = true;
+    float grad_tolerance = 0;  // above 0: of a sparse gradient, which needs one rank
+    int threads = 0;           // 0 = the library's default
+  };
+  // Collective. shape.V: of the whole vocabulary; rows: this rank's. Errors are the same on every
+  // rank.
+  static Result<Plan> plan(Communicator& ranks, const Shape& shape, const RowRange& rows,
+                           const PlanOptions& options);
   // Asks for its memory: std::bad_alloc.
-  Head(Communicator& ranks, VocabParallelPlan plan);
+  Head(Communicator& ranks, Plan plan);
 
   // Collective. Sum over BT tokens of the loss / normalizer, with the same bits on every rank.
   // Tokens whose target is kIgnored do not count. input [BT, H], weight [rows, H], target [BT]; the
-  // gradients, of the same shapes, are left alone by a plan without. Where `cancel` fires on one
-  // rank, every rank returns ErrorKind::cancelled.
+  // gradients, of the same shapes, are left alone by a plan without. seed: of a sparse gradient, a
+  // new one for every step. Where `cancel` fires on one rank, every rank returns
+  // ErrorKind::cancelled.
   Result<double> run(const float* input, const float* weight, const std::vector<int64_t>& target,
-                     double normalizer, float* grad_input, float* grad_weight,
+                     double normalizer, uint64_t seed, float* grad_input, float* grad_weight,
                      const CancelToken& cancel);
 
   static constexpr int64_t kIgnored = -1;
-  const VocabParallelPlan& the_plan() const { return plan_; }
-  const std::vector<float>& loss() const { return loss_; }  // of every token, of the last run
+  const Plan& the_plan() const { return plan_; }
+  // Of the last run.
+  const std::vector<float>& loss() const { return loss_; }  // of every token
+  const SparseCounts& sparse_counts() const { return counts_; }
 
  private:
   Communicator* ranks_;
-  VocabParallelPlan plan_;
+  Plan plan_;
   cli::Buffer workspace_;
   std::vector<float> loss_;
+  SparseCounts counts_;
 };
 
 }  // namespace logitless::train_lm

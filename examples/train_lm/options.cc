@@ -6,6 +6,8 @@
 #include <algorithm>
 
 #include "cli/failure.h"
+#include "examples/train_lm/random.h"
+#include "logitless/gradient.h"
 
 namespace logitless::train_lm {
 namespace {
@@ -25,11 +27,17 @@ void check_number(const char* name, double value, double least, double below) {
 
 std::map<std::string, std::string> to_map(const Options& options) {
   const auto text = [](auto value) { return fmt::format("{}", value); };
-  return {{"seed", text(options.seed)},           {"context", text(options.context)},
-          {"embedding", text(options.embedding)}, {"hidden", text(options.hidden)},
-          {"batch", text(options.batch)},         {"steps", text(options.steps)},
-          {"warm-up", text(options.warm_up)},     {"rate", text(options.rate)},
-          {"decay", text(options.decay)},         {"dropout", text(options.dropout)}};
+  return {{"seed", text(options.seed)},
+          {"context", text(options.context)},
+          {"embedding", text(options.embedding)},
+          {"hidden", text(options.hidden)},
+          {"batch", text(options.batch)},
+          {"steps", text(options.steps)},
+          {"warm-up", text(options.warm_up)},
+          {"rate", text(options.rate)},
+          {"decay", text(options.decay)},
+          {"dropout", text(options.dropout)},
+          {"grad-tolerance", text(options.grad_tolerance)}};
 }
 
 void check(const Options& options, int64_t words) {
@@ -45,6 +53,13 @@ void check(const Options& options, int64_t words) {
   check_number("--rate", options.rate, 0, 1);
   check_number("--decay", options.decay, 0, 1);
   check_number("--dropout", options.dropout, 0, 1);
+  const double least = static_cast<double>(kLeastGradTolerance);
+  const double most = static_cast<double>(kMostGradTolerance);
+  const double tolerance = options.grad_tolerance;
+  if (tolerance != 0 && !(tolerance >= least && tolerance <= most)) {
+    cli::fail(fmt::format("--grad-tolerance is {}, must be 0 (exact) or in [{}, {}]", tolerance,
+                          least, most));
+  }
 }
 
 double rate_of_step(const Options& options, int64_t step) {
@@ -53,6 +68,10 @@ double rate_of_step(const Options& options, int64_t step) {
   const double left =
       static_cast<double>(options.steps - step + 1) / static_cast<double>(options.steps);
   return options.rate * std::min(1.0, rising) * left;
+}
+
+uint64_t seed_of_step(const Options& options, int64_t step) {
+  return RandomNumbers(options.seed, Purpose::sparse, step).bits(0);
 }
 
 }  // namespace logitless::train_lm

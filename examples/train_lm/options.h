@@ -19,7 +19,8 @@ struct Options {
   int64_t warm_up = 20;    // steps in which the rate rises to `rate`, then it falls to 0 at `steps`
   double rate = 1.6e-2;
   double decay = 0.1;
-  double dropout = 0.2;  // share of hidden values that a step leaves out
+  double dropout = 0.2;       // share of hidden values that a step leaves out
+  double grad_tolerance = 0;  // of a sparse gradient of the head; 0 = exact
 };
 
 // As written into checkpoints and records; equal exactly when the options are.
@@ -30,5 +31,9 @@ void check(const Options& options, int64_t words);
 
 // In step `step`, from 1.
 double rate_of_step(const Options& options, int64_t step);
+
+// Of what a sparse gradient keeps in step `step`: another one in every step, the same on every rank
+// and in a resumed run.
+uint64_t seed_of_step(const Options& options, int64_t step);
 
 }  // namespace logitless::train_lm

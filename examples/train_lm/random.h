@@ -8,7 +8,14 @@
 // resumed run needs no generator's state.
 namespace logitless::train_lm {
 
-enum class Purpose : uint64_t { embedding = 1, hidden = 2, head = 3, order = 4, dropout = 5 };
+enum class Purpose : uint64_t {
+  embedding = 1,
+  hidden = 2,
+  head = 3,
+  order = 4,
+  dropout = 5,
+  sparse = 6
+};
 
 class RandomNumbers {
  public:

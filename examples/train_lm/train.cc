@@ -150,6 +150,7 @@ class Training {
     const int64_t done = trainer_->steps_done();
     ++steps_timed_;
     record_.seconds += seconds_since(start);
+    add(trainer_->sparse_counts());
     if (done == 1 && arguments_.check) check();
 
     const bool judged = done % arguments_.held_out_every == 0 || done == last;
@@ -201,11 +202,20 @@ class Training {
       }
     }
     if (!speaks_) return;
-    fmt::print(
-        "first step's mean loss {:.9f}, in float64 {:.9f}; gradients {} what the arithmetic "
-        "allows\n",
-        trainer_->losses().front(), first.exact_loss, fine_ ? "within" : "BEYOND");
+    const bool sparse = arguments_.options.grad_tolerance > 0;
+    const std::string within = fine_ ? "within" : "BEYOND";
+    fmt::print("first step's mean loss {:.9f}, in float64 {:.9f}; {}\n", trainer_->losses().front(),
+               first.exact_loss,
+               sparse ? "losses " + within + " what the arithmetic allows, gradients are sparse"
+                      : "gradients " + within + " what the arithmetic allows");
     std::fflush(stdout);
+  }
+
+  void add(const SparseCounts& of_step) {
+    counts_.rows += of_step.rows;
+    counts_.dense_rows += of_step.dense_rows;
+    counts_.kept += of_step.kept;
+    counts_.elements += of_step.elements;
   }
 
   void count_memory() {
@@ -248,6 +258,14 @@ class Training {
           steps_timed_, cli::format_count(static_cast<int64_t>(record_.tokens_per_second)),
           cli::format_bytes(record_.memory_bytes), record_.ranks, record_.ranks == 1 ? "" : "s");
     }
+    if (counts_.rows > 0) {
+      const auto percent = [](int64_t part, int64_t all) {
+        return 100 * static_cast<double>(part) / static_cast<double>(std::max<int64_t>(all, 1));
+      };
+      fmt::print(
+          "sparse gradients: {:.2f} % of grad_logits kept, beside {:.1f} % of the words exact\n",
+          percent(counts_.kept, counts_.elements), percent(counts_.dense_rows, counts_.rows));
+    }
     return fine_ ? cli::kExitFine : cli::kExitVerificationFailed;
   }
 
@@ -265,7 +283,8 @@ class Training {
   std::unique_ptr<Trainer> trainer_;
   Record record_;
   int64_t steps_timed_ = 0;
-  bool fine_ = true;  // the first step, on rank 0
+  SparseCounts counts_;  // of those steps
+  bool fine_ = true;     // the first step, on rank 0
 };
 
 }  // namespace

@@ -61,7 +61,10 @@ std::unique_ptr<Trainer> make_trainer(Communicator& ranks, const Options& option
                                       const RowRange& rows, int threads) {
   const Shape shape = {.BT = options.batch, .V = text.V(), .H = options.hidden};
   const auto plan = [&](bool with_gradients) {
-    return take_on(ranks, Head::plan(ranks, shape, rows, with_gradients, threads));
+    return take_on(ranks, Head::plan(ranks, shape, rows,
+                                     {.with_gradients = with_gradients,
+                                      .grad_tolerance = static_cast<float>(options.grad_tolerance),
+                                      .threads = threads}));
   };
   const Trainer::Plans plans = {.step = plan(true), .held_out = plan(false)};
   std::unique_ptr<Trainer> trainer;
@@ -89,13 +92,21 @@ void Trainer::gather(std::span<const int32_t> positions, int64_t rows) {
 }
 
 Result<double> Trainer::step(const CancelToken& cancel) {
+  const uint64_t seed = seed_of_step(options_, steps_done() + 1);
+  return step_with([&](const float* input, const float* weight, const std::vector<int64_t>& target,
+                       double normalizer, float* grad_input, float* grad_weight) {
+    return head_.run(input, weight, target, normalizer, seed, grad_input, grad_weight, cancel);
+  });
+}
+
+Result<double> Trainer::step_with(const OtherHead& head) {
   const int64_t step = steps_done() + 1;
   gather(batches_.of_step(step), options_.batch);
   layers_.forward(model_, contexts_, options_.dropout,
                   RandomNumbers(options_.seed, Purpose::dropout, step));
-  const auto loss = head_.run(layers_.output().data(), model_.head.value.data(), target_,
-                              static_cast<double>(options_.batch), grad_input_.data(),
-                              model_.head.gradient.data(), cancel);
+  const auto loss =
+      head(layers_.output().data(), model_.head.value.data(), target_,
+           static_cast<double>(options_.batch), grad_input_.data(), model_.head.gradient.data());
   if (!loss) return loss.error();
   layers_.backward(model_, grad_input_);
   for (Parameter* parameter : model_.parameters()) {
@@ -112,8 +123,9 @@ Result<double> Trainer::held_out_loss(const CancelToken& cancel) {
     gather(all.subspan(first, std::min(all.size() - first, static_cast<size_t>(options_.batch))),
            options_.batch);
     layers_.forward(model_, contexts_, 0, RandomNumbers(0, Purpose::dropout));
-    const auto part = held_out_head_.run(layers_.output().data(), model_.head.value.data(), target_,
-                                         static_cast<double>(all.size()), nullptr, nullptr, cancel);
+    const auto part =
+        held_out_head_.run(layers_.output().data(), model_.head.value.data(), target_,
+                           static_cast<double>(all.size()), 0, nullptr, nullptr, cancel);
     if (!part) return part.error();
     sum += *part;
   }

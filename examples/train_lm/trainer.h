@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -35,7 +36,7 @@ class Batches {
 class Trainer {
  public:
   struct Plans {
-    VocabParallelPlan step, held_out;
+    Head::Plan step, held_out;
   };
   // Not collective, and asks for the memory of the model and of a step: std::bad_alloc. text must
   // outlive the trainer.
@@ -45,6 +46,12 @@ class Trainer {
   // One step; the mean loss of its words before it, with the same bits on every rank.
   // ErrorKind::cancelled, on every rank, when `cancel` fires on one: the model is as before.
   Result<double> step(const CancelToken& cancel);
+  // The same with another head than the library's, for comparison: its mean loss, and gradients of
+  // it as Head::run has them.
+  using OtherHead = std::function<Result<double>(
+      const float* input, const float* weight, const std::vector<int64_t>& target,
+      double normalizer, float* grad_input, float* grad_weight)>;
+  Result<double> step_with(const OtherHead& head);
   // Mean loss of the held-out words.
   Result<double> held_out_loss(const CancelToken& cancel);
 
@@ -53,7 +60,8 @@ class Trainer {
   int64_t steps_done() const { return static_cast<int64_t>(losses_.size()); }
   std::vector<double>& losses() { return losses_; }  // of every step
   const Split& split() const { return split_; }
-  const VocabParallelPlan& plan() const { return head_.the_plan(); }
+  const Head::Plan& plan() const { return head_.the_plan(); }
+  const SparseCounts& sparse_counts() const { return head_.sparse_counts(); }  // of the last step
 
   // Of the last step, for checking it.
   const std::vector<float>& head_input() const { return layers_.output(); }  // [BT, H]

@@ -52,11 +52,21 @@ cmp one.safetensors rest.safetensors
 "$program" train "${small[@]}" --steps 60 --resume rest.safetensors --checkpoint rest.safetensors text |
   grep "^after 60 steps" >/dev/null
 
+# A sparse gradient: another run, the same again, and resumed.
+sparse=("${small[@]}" --steps 30 --grad-tolerance 0.25)
+"$program" train "${sparse[@]}" --checkpoint sparse.safetensors --progress none text >out
+grep "gradients are sparse" out >/dev/null || fail "the first step does not say that gradients are sparse"
+grep "^sparse gradients: .* % of grad_logits kept" out >/dev/null || fail "does not say what was kept"
+"$program" train "${sparse[@]}" --stop-after 13 --checkpoint part.safetensors --progress none text >/dev/null
+"$program" train "${sparse[@]}" --resume part.safetensors --checkpoint rest.safetensors --progress none text >/dev/null
+cmp sparse.safetensors rest.safetensors || fail "sparse gradients differ in a resumed run"
+
 expect_refused 2 "none: cannot be opened" train "${small[@]}" none
 expect_refused 2 "texts is required" train
 expect_refused 2 "--batch is 0, must be in \[1, 9350\], the words to train on" train --batch 0 text
 expect_refused 2 "--steps" train --steps many text
 expect_refused 2 "--split is '0,10', must rise from 0 to V = " train "${small[@]}" --split 0,10 text
+expect_refused 2 "--grad-tolerance is 0.75, must be 0 (exact) or in" train "${small[@]}" --grad-tolerance 0.75 text
 expect_refused 2 "--progress is 'loud'" train "${small[@]}" --progress loud text
 expect_refused 2 "--record is none/r.json, and in none no file can be written" \
   train "${small[@]}" --record none/r.json text

@@ -27,6 +27,12 @@ if "$mpirun" -n 3 "$program" train "${small[@]}" none >out 2>err; then fail "a m
   fail "the error must stand once"
 }
 
+if "$mpirun" -n 3 "$program" train "${small[@]}" --grad-tolerance 0.25 text >out 2>err; then fail "it is taken"; fi
+[[ $(grep -c "^logitless_train_lm: --grad-tolerance is 0.25, must be 0 on 3 ranks" err) == 1 ]] || {
+  cat err
+  fail "a sparse gradient on several ranks must be refused once"
+}
+
 # 64 TiB for the hidden layer: nobody has that, and the limit sees to it where memory is promised to anyone who asks.
 if [[ $limits == memory_limits ]]; then
   status=0

@@ -7,10 +7,13 @@
 #include <algorithm>
 #include <cmath>
 #include <set>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "examples/train_lm/compare.h"
 #include "examples/train_lm/first_step.h"
+#include "tests/parallel/thread_ranks.h"
 #include "tests/train_lm/small_run.h"
 
 namespace logitless::train_lm {
@@ -124,6 +127,87 @@ TEST(Trainer, AnInterruptedStepLeavesTheModelAsItWas) {
     interrupted[static_cast<size_t>(ranks.rank())] = bits_of(trainer);
   });
   EXPECT_EQ(interrupted, whole);
+}
+
+// So large a tolerance that even an untrained model has few elements to keep.
+Options sparse_options() {
+  Options options = small_options();
+  options.grad_tolerance = 0.5;
+  return options;
+}
+
+TEST(Trainer, SparseGradientsAreThoseOfTheSeedAndTheStep) {
+  const Text text = small_text();
+  std::vector<std::vector<uint32_t>> runs;
+  std::vector<std::vector<double>> losses;
+  for (const auto& [tolerance, seed] : {std::pair(0.5, 1), {0.5, 1}, {0.0, 1}, {0.5, 2}}) {
+    Options options = sparse_options();
+    options.grad_tolerance = tolerance;
+    options.seed = static_cast<uint64_t>(seed);
+    const bool sparse = tolerance > 0;
+    with_trainers(1, options, text, [&](Communicator&, Trainer& trainer) {
+      run_steps(trainer, 1);
+      const SparseCounts counts = trainer.sparse_counts();
+      EXPECT_EQ(counts.rows, sparse ? options.batch : 0);
+      if (sparse) {
+        EXPECT_LT(counts.dense_rows, counts.rows);
+        EXPECT_LT(counts.kept, counts.elements / 5);
+      }
+      run_steps(trainer, options.steps);
+      runs.push_back(bits_of(trainer));
+      losses.push_back(trainer.losses());
+    });
+  }
+  EXPECT_EQ(runs[1], runs[0]);
+  EXPECT_NE(runs[2], runs[0]);
+  EXPECT_NE(runs[3], runs[0]);
+  EXPECT_EQ(losses[2][0], losses[0][0]);  // statistics and losses are exact
+  EXPECT_NE(losses[2], losses[0]);
+  EXPECT_LT(losses[0].back(), losses[0].front());  // it does learn
+}
+
+TEST(Trainer, SparseGradientsWantOneRank) {
+  const Text text = small_text();
+  const auto cover = test::small_cover(text.V(), 3);
+  std::vector<std::string> messages(3);
+  logitless::test::run_ranks(3, [&](Communicator& communicator) {
+    const auto rank = static_cast<size_t>(communicator.rank());
+    messages[rank] = test::message_of(
+        [&] { make_trainer(communicator, sparse_options(), text, cover[rank], 1); });
+  });
+  EXPECT_EQ(messages[0],
+            "--grad-tolerance is 0.5, must be 0 on 3 ranks: a sparse gradient needs the whole "
+            "vocabulary on one");
+}
+
+TEST(Trainer, AnotherHeadTakesThePlaceOfTheLibrarys) {
+  const Text text = small_text();
+  with_trainers(1, small_options(), text, [&](Communicator&, Trainer& trainer) {
+    const auto before = trainer.model().head.value;
+    const auto loss = trainer.step_with([&](const float* input, const float* weight,
+                                            const std::vector<int64_t>& target, double normalizer,
+                                            float* grad_input, float* grad_weight) {
+      EXPECT_EQ(input, trainer.head_input().data());
+      EXPECT_EQ(weight, trainer.model().head.value.data());
+      EXPECT_EQ(&target, &trainer.target());
+      EXPECT_EQ(normalizer, 60);
+      std::fill_n(grad_input, trainer.grad_input().size(), 0.0f);
+      std::fill_n(grad_weight, before.size(), 1.0f);
+      return Result<double>(1.25);
+    });
+    EXPECT_EQ(*loss, 1.25);
+    EXPECT_EQ(trainer.losses(), std::vector<double>{1.25});
+    EXPECT_LT(trainer.model().head.value[0], before[0]);  // a step against the gradient
+  });
+}
+
+TEST(FirstStep, OfASparseGradientTheLossesAreJudged) {
+  with_trainers(1, sparse_options(), small_text(), [&](Communicator& ranks, Trainer& trainer) {
+    run_steps(trainer, 1);
+    const FirstStep first = check_first_step(ranks, test::small_cover(150, 1), trainer);
+    ASSERT_EQ(first.judgements.size(), 1u);
+    EXPECT_TRUE(first.judgements[0].fine());
+  });
 }
 
 TEST(FirstStep, IsWithinTheContractAndAWrongGradientIsNot) {
