@@ -10,7 +10,8 @@ slow_test_packages=(valgrind python3-matplotlib)
 arm64_packages=(g++-aarch64-linux-gnu qemu-user googletest)
 sanitizer_packages=(clang libclang-rt-dev libomp-dev llvm)
 
-say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+# A heading; bold where a terminal shows it.
+say() { if [[ -t 1 ]]; then printf '\n\033[1m== %s\033[0m\n' "$*"; else printf '\n== %s\n' "$*"; fi; }
 
 # need_packages NAME...: returns when all are installed; otherwise installs them with apt, as root
 # or through sudo; where neither is possible it lists them and ends the script.
