@@ -67,6 +67,7 @@ Baseline::Line parse_line(const json& entry, const std::string& where) {
   line.zero_grad_rows = optional_member<double>(entry, where, "zero_grad_rows", kNumber);
   line.workspace_limit_bytes =
       optional_member<int64_t>(entry, where, "workspace_limit_bytes", kWhole);
+  line.grad_tolerance = optional_member<double>(entry, where, "grad_tolerance", kNumber);
   const auto repeats = member<int64_t>(entry, where, "repeats", kWhole);
   if (repeats < kLeastRepeats) {
     throw Malformed{fmt::format("{}.repeats is {}, a comparison of intervals needs at least {}",
@@ -114,7 +115,8 @@ bool same_work(const BenchLine& now, const Baseline::Line& before) {
          logitless::name_of(now.isa) == before.isa && now.threads == before.threads &&
          now.logits_rounding == before.logits_rounding && now.only == before.only &&
          now.zero_grad_rows == before.zero_grad_rows &&
-         now.workspace_limit_bytes == before.workspace_limit_bytes;
+         now.workspace_limit_bytes == before.workspace_limit_bytes &&
+         static_cast<double>(now.grad_tolerance) == before.grad_tolerance;
 }
 
 Verdict verdict_of(const Interval& now, const Interval& before) {

@@ -21,6 +21,7 @@ struct Baseline {
     int threads = 0;
     double zero_grad_rows = 0;
     int64_t workspace_limit_bytes = 0;
+    double grad_tolerance = 0;
 
     double ratio_to_peak = 0;
     Interval ratio_interval;

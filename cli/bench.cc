@@ -24,6 +24,9 @@ std::vector<std::string> parts_of(const std::string& op) {
   return {op};
 }
 
+// The name of a part's plan.
+std::string planned_op(const std::string& part) { return part == "sparse" ? "one-pass" : part; }
+
 int repeats_in(double seconds, double first, int least, int most) {
   const double fit = seconds / std::max(first, 1e-6);
   return std::clamp(static_cast<int>(std::min(fit, 1e6)), least, most);
@@ -60,6 +63,10 @@ BenchLine Bench::run(const std::string& op, Progress& progress) {
   line.zero_grad_rows = settings_.zero_grad_rows;
   line.workspace_limit_bytes = settings_.run.workspace_limit_bytes;
   line.read_bytes_per_second = settings_.read_bytes_per_second;
+  if (op == "sparse") {
+    line.grad_tolerance = settings_.sparse.tolerance;
+    line.seed = settings_.sparse.seed;
+  }
   if (op == "forward") {  // knows no gradient
     line.only.clear();
     line.zero_grad_rows = 0;
@@ -80,6 +87,7 @@ BenchLine Bench::run(const std::string& op, Progress& progress) {
     line.flops += cost.flops;
     line.workspace_bytes = std::max(line.workspace_bytes, cost.workspace_bytes);
   }
+  line.sparse_counts = sparse_counts_;
   line.isa = operators_.isa();
   line.threads = operators_.threads();
   if (unfused) {
@@ -91,13 +99,20 @@ BenchLine Bench::run(const std::string& op, Progress& progress) {
 
   // A B A B: slow drifts of the clock meet both alike.
   line.peak_before = measure_peak(line);
-  const double first = seconds_of(fused) + (unfused ? seconds_of(unfused) : 0);
+  std::vector<std::pair<Calls, std::vector<double>*>> beside;
+  if (unfused) beside.emplace_back(unfused, &line.unfused);
+  if (op == "sparse") {
+    beside.emplace_back(fused_calls("forward"), &line.forward);
+    beside.emplace_back(fused_calls("one-pass"), &line.exact);
+  }
+  double first = seconds_of(fused);
+  for (const auto& [calls, seconds] : beside) first += seconds_of(calls);
   const int repeats =
       settings_.repeats > 0 ? settings_.repeats : repeats_in(settings_.seconds, first, 5, 101);
   for (int repeat = 0; repeat < repeats; ++repeat) {
     progress.show(op, repeat, repeats);
     line.seconds.push_back(seconds_of(fused));
-    if (unfused) line.unfused.push_back(seconds_of(unfused));
+    for (const auto& [calls, seconds] : beside) seconds->push_back(seconds_of(calls));
   }
   line.peak_after = measure_peak(line);
   line.clock_hz = measure_clock_hz(0.02);
@@ -122,7 +137,14 @@ Bench::Calls Bench::fused_calls(const std::string& op) {
   if (op == "forward") return [this] { forward_and_loss(); };
   if (op == "gradient") return [this] { gradient(nullptr); };
   if (op == "gradient-hp") return [this] { gradient(&*softmax_); };
-  if (op == "one-pass") return [this] { loss_and_gradient(); };
+  if (op == "one-pass") return [this] { loss_and_gradient({}); };
+  if (op == "sparse") {
+    return [this] {
+      SparseGradient sparse = settings_.sparse;
+      sparse.seed += sparse_calls_++;
+      loss_and_gradient(sparse);
+    };
+  }
   return [this] {
     forward_and_loss();
     gradient(nullptr);
@@ -130,7 +152,7 @@ Bench::Calls Bench::fused_calls(const std::string& op) {
 }
 
 Bench::Calls Bench::unfused_calls(const std::string& op) {
-  if (!settings_.unfused || !holds_logits_ || op == "gradient-hp") return {};
+  if (!settings_.unfused || !holds_logits_ || op == "gradient-hp" || op == "sparse") return {};
   if (op == "forward") return [this] { write_softmax(); };
   if (op == "gradient") return [this] { gradient(&*softmax_); };
   return [this] {
@@ -160,10 +182,11 @@ void Bench::fill_plan(BenchLine& line) {
                           .with_gradient = case_.tokens_with_gradient(),
                           .grad_input = grad_input_.has_value(),
                           .grad_weight = grad_weight_.has_value()});
-    const PlanSummary plan = take(plan_op({.op = part,
+    const PlanSummary plan = take(plan_op({.op = planned_op(part),
                                            .shape = line.shape,
                                            .dtype = line.dtype,
                                            .rounding = settings_.rounding,
+                                           .grad_tolerance = line.grad_tolerance,
                                            .grad_input = grad_input_.has_value(),
                                            .grad_weight = grad_weight_.has_value()},
                                           settings_.run.plan_options()));
@@ -196,12 +219,12 @@ void Bench::gradient(const HostTensor* softmax) {
   operators_.gradient(request);
 }
 
-void Bench::loss_and_gradient() {
+void Bench::loss_and_gradient(const SparseGradient& sparse) {
   std::optional<MatrixView> grad_input;
   std::optional<MatrixView> grad_weight;
   if (grad_input_) grad_input = grad_input_->matrix();
   if (grad_weight_) grad_weight = grad_weight_->matrix();
-  static_cast<void>(operators_.loss_and_gradient(grad_input, grad_weight));
+  static_cast<void>(operators_.loss_and_gradient(grad_input, grad_weight, sparse, &sparse_counts_));
 }
 
 void Bench::write_softmax() {

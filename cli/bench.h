@@ -19,8 +19,9 @@ namespace logitless::cli {
 //   gradient-hp  gradient from a given softmax    | -
 //   step         forward, loss, gradient          | logits written, softmax, gradient from it
 //   one-pass     loss and both gradients at once  | the same
-inline constexpr std::array<const char*, 5> kBenchOps = {"forward", "gradient", "gradient-hp",
-                                                         "step", "one-pass"};
+//   sparse       one-pass with a sparse gradient  | -; by turns: forward, one-pass
+inline constexpr std::array<const char*, 6> kBenchOps = {"forward", "gradient", "gradient-hp",
+                                                         "step",    "one-pass", "sparse"};
 
 struct BenchSettings {
   RunSettings run;
@@ -31,6 +32,7 @@ struct BenchSettings {
   bool cold = false;          // also with caches flushed and a fresh workspace
   bool unfused = true;        // also with logits held in memory, where they fit
   std::string model;          // for the line alone
+  SparseGradient sparse;      // of the op of that name; each call takes the next seed
   double zero_grad_rows = 0;  // for the line alone: the case has these zeros
   double read_bytes_per_second = 0;
 };
@@ -55,7 +57,7 @@ class Bench {
   ShardRange whole() const { return {.begin = 0, .end = case_.shape().V}; }
   void forward_and_loss();
   void gradient(const HostTensor* softmax);
-  void loss_and_gradient();
+  void loss_and_gradient(const SparseGradient& sparse);
   void write_softmax();
 
   const Case& case_;
@@ -70,6 +72,8 @@ class Bench {
   std::optional<ForwardResult> step_logits_;
   std::optional<HostTensor> step_softmax_;
   bool holds_logits_ = false;
+  uint64_t sparse_calls_ = 0;
+  SparseCounts sparse_counts_;  // of the last call
 };
 
 }  // namespace logitless::cli

@@ -50,7 +50,8 @@ Work work_of(const WorkRequest& request) {
   const bool softmax_given = request.op == "gradient-hp";
   const bool forward = request.op == "forward";
   // Tokens whose logits are multiplied: with a gradient alone, only those that have one.
-  const double logits_rows = forward || request.op == "one-pass" ? rows : with_gradient;
+  const bool sparse = request.op == "sparse";
+  const double logits_rows = forward || sparse || request.op == "one-pass" ? rows : with_gradient;
   Work work;
   work.bytes_read = (logits_rows + V) * H * size;
   if (softmax_given) work.bytes_read += with_gradient * V * 4;
@@ -58,11 +59,12 @@ Work work_of(const WorkRequest& request) {
   if (forward) return work;
   if (request.grad_input) {
     work.bytes_written += BT * H * size;
-    work.packed += with_gradient * V + V * H;
+    // What is kept is multiplied as it lies.
+    if (!sparse) work.packed += with_gradient * V + V * H;
   }
   if (request.grad_weight) {
     work.bytes_written += V * H * size;
-    work.packed += with_gradient * V + with_gradient * H;
+    if (!sparse) work.packed += with_gradient * V + with_gradient * H;
   }
   return work;
 }
@@ -94,6 +96,11 @@ double BenchLine::spread() const {
   return (high - low) / seconds_median();
 }
 
+double BenchLine::kept_share() const {
+  if (sparse_counts.elements == 0) return 0;
+  return static_cast<double>(sparse_counts.kept) / static_cast<double>(sparse_counts.elements);
+}
+
 double BenchLine::bytes_seconds() const {
   return (work.bytes_read + work.bytes_written) / read_bytes_per_second;
 }
@@ -122,6 +129,7 @@ ordered_json to_json(const BenchLine& line) {
   if (!line.only.empty()) entry["only"] = line.only;
   if (line.zero_grad_rows > 0) entry["zero_grad_rows"] = line.zero_grad_rows;
   if (line.workspace_limit_bytes > 0) entry["workspace_limit_bytes"] = line.workspace_limit_bytes;
+  if (line.grad_tolerance > 0) entry["grad_tolerance"] = line.grad_tolerance;
   entry.update(ordered_json{
       {"repeats", line.seconds.size()},
       {"median_seconds", line.seconds_median()},
@@ -161,6 +169,21 @@ ordered_json to_json(const BenchLine& line) {
                         {"time_ratio", median(line.unfused) / line.seconds_median()},
                         {"peak_memory_bytes", memory_json(line.unfused_memory)},
                         {"seconds", line.unfused}};
+  }
+  if (line.grad_tolerance > 0) {
+    const double seconds = line.seconds_median();
+    entry["sparse"] = {{"seed", line.seed},
+                       {"rows", line.sparse_counts.rows},
+                       {"dense_rows", line.sparse_counts.dense_rows},
+                       {"kept", line.sparse_counts.kept},
+                       {"elements", line.sparse_counts.elements},
+                       {"kept_share", line.kept_share()},
+                       {"forward_median_seconds", median(line.forward)},
+                       {"forward_seconds", line.forward},
+                       {"times_forward", seconds / median(line.forward)},
+                       {"exact_median_seconds", median(line.exact)},
+                       {"exact_seconds", line.exact},
+                       {"times_exact", seconds / median(line.exact)}};
   }
   if (!line.strategy.empty()) entry["strategy"] = line.strategy;
   entry["plan"] = line.plan;

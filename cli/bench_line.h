@@ -39,8 +39,8 @@ struct Work {
   Work& operator+=(const Work& other);
 };
 
-// op: forward, gradient, gradient-hp or one-pass. rows: of them count; with_gradient: of these, the
-// ones whose gradient is not 0.
+// op: forward, gradient, gradient-hp, one-pass or sparse. rows: of them count; with_gradient: of
+// these, the ones whose gradient is not 0.
 struct WorkRequest {
   std::string op;
   Shape shape;
@@ -67,12 +67,17 @@ struct BenchLine {
   std::string only;           // the one gradient that is asked for; "" = both
   double zero_grad_rows = 0;  // fraction of rows whose gradient was set to 0
   int64_t workspace_limit_bytes = 0;
+  float grad_tolerance = 0;  // of sparse
   Isa isa = Isa::scalar;
   int threads = 0;
 
   std::vector<double> seconds;  // warm
   std::vector<double> cold;     // caches flushed, workspace fresh; empty: not asked for
   std::vector<double> unfused;  // with logits held in memory; empty: not run
+  // Of sparse, by turns with it: forward and loss alone, and the exact gradients in one call.
+  std::vector<double> forward, exact;
+  uint64_t seed = 0;
+  SparseCounts sparse_counts;
   double flops = 0;
   Work work;
   double peak_before = 0, peak_after = 0;  // flop/s
@@ -89,6 +94,9 @@ struct BenchLine {
   // Of middle(seconds), turned round: low belongs to the slow repeats.
   Interval ratio_interval() const;
   double spread() const;
+
+  // Of a sparse gradient: elements kept in rows that are not dense; 0 where there are none.
+  double kept_share() const;
 
   // The least time that the machine's limits allow: the larger of bytes / bandwidth, flops / peak.
   double roofline_seconds() const;

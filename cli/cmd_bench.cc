@@ -39,6 +39,7 @@ struct BenchArguments {
   std::string only;
   double zero_grad_rows = 0;
   std::string rounding = "none";
+  SparseOptions sparse;
   std::string baseline;
   bool cold = false;
   bool no_unfused = false;
@@ -113,8 +114,10 @@ class BenchRun {
         settings_(arguments.lists.settings()),
         rounding_(parse_rounding(arguments.rounding)),
         isa_(take(default_isa())),
+        sparse_(arguments.sparse.parse()),
         ops_(arguments.ops) {
     if (ops_.empty()) ops_ = {"forward", "gradient", "step", "one-pass"};
+    if (arguments.ops.empty() && sparse_.tolerance > 0) ops_ = {"sparse"};
     for (const RunSettings& settings : settings_) {
       const int threads = settings.threads > 0 ? settings.threads : default_threads();
       if (std::ranges::find(threads_, threads) == threads_.end()) threads_.push_back(threads);
@@ -158,6 +161,13 @@ class BenchRun {
     const bool synthetic = !arguments_.shapes.empty() || !arguments_.models.empty();
     if (!arguments_.case_arguments.paths.empty() && synthetic) {
       fail("bench takes a CASE, or --shape and --model, not both");
+    }
+    const bool sparse = std::ranges::find(ops_, "sparse") != ops_.end();
+    if (sparse && !(sparse_.tolerance > 0)) {
+      fail("--op sparse takes --grad-tolerance EPS, for example 2^-9");
+    }
+    if (!sparse && sparse_.tolerance > 0) {
+      fail(fmt::format("--grad-tolerance is for --op sparse, not for {}", fmt::join(ops_, ",")));
     }
     if (!arguments_.baseline.empty() && arguments_.repeats > 0 &&
         arguments_.repeats < kLeastRepeats) {
@@ -218,10 +228,12 @@ class BenchRun {
           for (const std::string& part : op == "step"
                                              ? std::vector<std::string>{"forward", "gradient"}
                                              : std::vector<std::string>{op}) {
-            take(plan_op({.op = part,
+            const bool sparse = part == "sparse";
+            take(plan_op({.op = sparse ? "one-pass" : part,
                           .shape = {.BT = BT, .V = V, .H = H},
                           .dtype = dtype,
                           .rounding = rounding_,
+                          .grad_tolerance = sparse ? sparse_.tolerance : 0,
                           .grad_input = arguments_.only != "grad_weight",
                           .grad_weight = arguments_.only != "grad_input"},
                          settings.plan_options()));
@@ -243,6 +255,7 @@ class BenchRun {
       settings.cold = arguments_.cold;
       settings.unfused = !arguments_.no_unfused;
       settings.model = model;
+      settings.sparse = sparse_;
       settings.zero_grad_rows = arguments_.zero_grad_rows;
       const int threads = run_settings.threads > 0 ? run_settings.threads : default_threads();
       settings.read_bytes_per_second = read_bandwidth(threads);
@@ -381,6 +394,7 @@ class BenchRun {
     }
     fmt::print("\n");
     print_lines();
+    print_sparse_lines();
     for (const std::string& note : notes_) fmt::print("\n{}\n", note);
     if (baseline_) print_comparisons(comparisons);
   }
@@ -424,6 +438,40 @@ class BenchRun {
       table.row(std::move(cells));
     }
     fmt::print("{}", table.str());
+  }
+
+  void print_sparse_lines() const {
+    const Names which = names();
+    std::vector<Table::Column> columns = name_columns(which);
+    columns.insert(columns.end(), {{"tolerance", Align::right},
+                                   {"kept", Align::right},
+                                   {"dense rows", Align::right},
+                                   {"forward", Align::right},
+                                   {"/ forward", Align::right},
+                                   {"exact", Align::right},
+                                   {"/ exact", Align::right}});
+    Table table(columns);
+    bool any = false;
+    for (const BenchLine& line : lines_) {
+      if (line.op != "sparse") continue;
+      any = true;
+      std::vector<std::string> cells = name_cells(which, line);
+      const double seconds = line.seconds_median();
+      cells.push_back(format_tolerance(line.grad_tolerance));
+      cells.push_back(fmt::format("{:.2f} %", 100 * line.kept_share()));
+      cells.push_back(fmt::format("{} of {}", format_count(line.sparse_counts.dense_rows),
+                                  format_count(line.sparse_counts.rows)));
+      cells.push_back(format_seconds(median(line.forward)));
+      cells.push_back(fmt::format("{:.2f} x", seconds / median(line.forward)));
+      cells.push_back(format_seconds(median(line.exact)));
+      cells.push_back(fmt::format("{:.2f} x", seconds / median(line.exact)));
+      table.row(std::move(cells));
+    }
+    if (!any) return;
+    fmt::print(
+        "\nThe sparse gradient beside forward and loss alone and beside the exact gradients in one "
+        "call,\nmeasured by turns; kept: of grad_logits, in rows that are not dense\n\n{}",
+        table.str());
   }
 
   void print_comparisons(const std::vector<Comparison>& comparisons) const {
@@ -471,6 +519,7 @@ class BenchRun {
   std::vector<RunSettings> settings_;
   LogitsRounding rounding_;
   Isa isa_;
+  SparseGradient sparse_;
   std::vector<int> threads_;
   std::vector<std::string> ops_;
   std::optional<Baseline> baseline_;
@@ -540,6 +589,7 @@ int bench_on_ranks(const BenchArguments& arguments) {
   only_alone(!arguments.case_arguments.paths.empty(), "a CASE");
   only_alone(!arguments.ops.empty(), "--op");
   only_alone(!arguments.only.empty(), "--only");
+  only_alone(!arguments.sparse.grad_tolerance.empty(), "--grad-tolerance");
   only_alone(arguments.zero_grad_rows > 0, "--zero-grad-rows");
   only_alone(arguments.cold, "--cold");
   only_alone(!arguments.baseline.empty(), "--baseline");
@@ -603,13 +653,17 @@ void add_bench(CLI::App& app, Command& command) {
       ->check(CLI::NonNegativeNumber)
       ->type_name("N,...");
   sub->add_option("--op", arguments->ops,
-                  "forward, gradient, gradient-hp, step, one-pass; default: all but gradient-hp")
+                  "forward, gradient, gradient-hp, step, one-pass, sparse; default: all but "
+                  "gradient-hp and sparse, with --grad-tolerance sparse alone")
       ->delimiter(',')
       ->check(CLI::IsMember(kBenchOps))
       ->type_name("OP,...");
   sub->add_option("--only", arguments->only, "Of the gradients only grad_input or grad_weight")
       ->check(CLI::IsMember({"grad_input", "grad_weight"}))
       ->type_name("GRADIENT");
+  add_sparse_options(*sub, arguments->sparse,
+                     "Of op sparse: the relative standard error of a token's gradient, for example "
+                     "2^-9; timed by turns with the forward and the exact one pass");
   sub->add_option("--zero-grad-rows", arguments->zero_grad_rows,
                   "Fraction of the rows whose grad is set to 0, evenly spread")
       ->check(CLI::Range(0.0, 1.0, "FRACTION"))
@@ -646,6 +700,7 @@ void add_bench(CLI::App& app, Command& command) {
       example("  logitless bench --shape 1024,32000,2048 --op forward,gradient --dtype bf16\n"
               "  logitless bench --model smollm2-135m --json > before.json\n"
               "  logitless bench --model smollm2-135m --baseline before.json\n"
+              "  logitless bench --model smollm2-135m --grad-tolerance 2^-9\n"
               "  mpirun -n 4 logitless bench --model llama-3-8b --threads 1"));
   sub->callback([arguments, &command] {
     command = [arguments] {

@@ -37,6 +37,13 @@ std::optional<DType> held_softmax(const CompareArguments& arguments, const Case&
   return held_softmax_type(c.dtype());
 }
 
+// So do sparse ones, which are right on average over seeds and not one by one.
+std::string sparse_tolerance(const CompareArguments& arguments) {
+  const SafetensorsFile file = take(SafetensorsFile::open(arguments.outputs));
+  const auto entry = file.metadata().find("grad_tolerance");
+  return entry == file.metadata().end() ? "" : entry->second;
+}
+
 int run_compare(const CompareArguments& arguments) {
   static_cast<void>(arguments.common.settings());  // refuses a bad limit
   CompareOptions options;
@@ -47,7 +54,12 @@ int run_compare(const CompareArguments& arguments) {
   progress.show("reading");
   const Case c = arguments.case_arguments.load();
   options.held_softmax = held_softmax(arguments, c);
-  const ForeignOutputs outputs = take(load_outputs(arguments.outputs, c));
+  ForeignOutputs outputs = take(load_outputs(arguments.outputs, c));
+  const std::string tolerance = sparse_tolerance(arguments);
+  if (!tolerance.empty()) {
+    outputs.erase("grad_input");
+    outputs.erase("grad_weight");
+  }
   const CompareReport report = compare_outputs(c, outputs, options);
   const int code = report.fine() ? kExitFine : kExitVerificationFailed;
   const Sample& sample = report.sample;
@@ -66,6 +78,7 @@ int run_compare(const CompareArguments& arguments) {
       document["mean_loss"] = *report.mean_loss;
       document["mean_loss_float64"] = *report.mean_loss_float64;
     }
+    if (!tolerance.empty()) document["grad_tolerance"] = tolerance;
     document["judgements"] = to_json(report.judgements);
     document["fine"] = report.fine();
     print_json(document);
@@ -73,6 +86,12 @@ int run_compare(const CompareArguments& arguments) {
   }
   fmt::print("{} against float64, {} {}, logits rounding {}\n", printable(arguments.outputs),
              format_shape(c.shape()), logitless::name_of(c.dtype()), name_of(options.rounding));
+  if (!tolerance.empty()) {
+    fmt::print(
+        "its gradients are sparse (grad_tolerance {}) and not judged here: verify "
+        "--grad-tolerance does\n",
+        printable(tolerance));
+  }
   if (!sample.complete) {
     fmt::print("sampled: {} of {} tokens, {} of {} vocabulary rows (--full checks all)\n",
                format_count(static_cast<int64_t>(sample.tokens.size())), format_count(c.shape().BT),

@@ -18,6 +18,7 @@ struct PlanArguments {
   std::vector<std::string> ops;
   std::string dtype = "bf16";
   std::string rounding = "none";
+  std::string grad_tolerance;
 };
 
 int run_plan(const PlanArguments& arguments) {
@@ -26,7 +27,12 @@ int run_plan(const PlanArguments& arguments) {
   request.dtype = take(parse_operand_dtype(arguments.dtype));
   request.rounding = parse_rounding(arguments.rounding);
   std::vector<std::string> ops = arguments.ops;
+  if (!arguments.grad_tolerance.empty()) {
+    request.grad_tolerance = take(parse_tolerance(arguments.grad_tolerance));
+  }
   if (ops.empty()) ops.assign(kPlannedOps.begin(), kPlannedOps.end());
+  // Unasked, the one that knows no sparse gradient is left out.
+  if (request.grad_tolerance > 0 && arguments.ops.empty()) std::erase(ops, "gradient-hp");
   std::vector<Shape> shapes;
   for (const std::string& text : arguments.shapes) {
     shapes.push_back(take(parse_shape(text)));
@@ -58,6 +64,9 @@ int run_plan(const PlanArguments& arguments) {
                       {"workspace_bytes", plan.workspace_bytes},
                       {"strategy", plan.strategy},
                       {"describe", plan.text}});
+      if (request.grad_tolerance > 0 && plan.op != "forward") {
+        list.back()["grad_tolerance"] = request.grad_tolerance;
+      }
     }
     print_json({{"plans", std::move(list)}});
     return kExitFine;
@@ -94,6 +103,9 @@ void add_plan(CLI::App& app, Command& command) {
   sub->add_option("--logits-rounding", arguments->rounding, "none or operand")
       ->capture_default_str()
       ->type_name("ROUNDING");
+  add_tolerance_option(*sub, arguments->grad_tolerance,
+                       "The sparse gradient of this relative standard error, for example 2^-9, "
+                       "instead of the exact one");
   add_list_options(*sub, arguments->lists);
   sub->footer(
       example("  logitless plan --shape 1024,32000,2048 --workspace-limit 64MiB\n"

@@ -34,6 +34,7 @@ struct RunArguments {
   std::string strategy;
   int64_t chunk_tokens = 0;
   bool with_softmax = false;
+  SparseOptions sparse;
 };
 
 GradientMode parse_mode(const std::string& text) {
@@ -95,6 +96,7 @@ int run_split(const RunArguments& arguments, LogitsRounding rounding, GradientMo
   only_alone(rounding != LogitsRounding::none, "--logits-rounding operand");
   only_alone(mode != GradientMode::memory_saving, "--mode high-performance");
   only_alone(arguments.with_softmax, "--with-softmax");
+  only_alone(!arguments.sparse.grad_tolerance.empty(), "--grad-tolerance");
   RankRun run;
   run.case_arguments = &arguments.case_arguments;
   run.settings = arguments.common.settings();
@@ -111,22 +113,113 @@ int run_split(const RunArguments& arguments, LogitsRounding rounding, GradientMo
   return run_on_ranks(run);
 }
 
-int run_operators(const RunArguments& arguments) {
-  RunSettings settings = arguments.common.settings();
-  const LogitsRounding rounding = parse_rounding(arguments.rounding);
-  const GradientMode mode = parse_mode(arguments.mode);
-  if (started_as_rank() || !arguments.split.empty()) return run_split(arguments, rounding, mode);
-  const CancelToken& cancel = cancel_on_interrupt();
-  settings.cancel = &cancel;
-  Progress progress;
-  progress.show("reading the case");
-  const Case c = arguments.case_arguments.load();
+DType grad_dtype_for(const RunArguments& arguments, const Case& c) {
   const DType grad_dtype =
       arguments.grad_dtype.empty() ? c.dtype() : take(parse_operand_dtype(arguments.grad_dtype));
   if (grad_dtype != c.dtype() && grad_dtype != DType::f32) {
     fail(fmt::format("--grad-dtype is {}, must be f32 or {}, the case's own type",
                      logitless::name_of(grad_dtype), logitless::name_of(c.dtype())));
   }
+  return grad_dtype;
+}
+
+// Loss and both gradients in one call, the gradients sparse.
+int run_sparse(const RunArguments& arguments, const SparseGradient& sparse, LogitsRounding rounding,
+               GradientMode mode) {
+  const auto only_exact = [](bool asked, const char* option) {
+    if (asked) fail(fmt::format("{} has no sparse gradient: not with --grad-tolerance", option));
+  };
+  only_exact(arguments.shards > 1, "--shards");
+  only_exact(rounding != LogitsRounding::none, "--logits-rounding operand");
+  only_exact(mode != GradientMode::memory_saving, "--mode high-performance");
+  RunSettings settings = arguments.common.settings();
+  const CancelToken& cancel = cancel_on_interrupt();
+  settings.cancel = &cancel;
+  Progress progress;
+  progress.show("reading the case");
+  const Case c = arguments.case_arguments.load();
+  if (c.vocab_start_index != 0 || c.tokens_outside() > 0) {
+    fail(
+        "--grad-tolerance takes a whole vocabulary: vocab_start_index 0, and every target that "
+        "counts below V");
+  }
+  if (c.grad_logsumexp) fail("--grad-tolerance takes no grad_logsumexp");
+  Operators operators(c, settings, rounding, Scope::step);
+  progress.show("loss and gradient");
+  const std::optional<StepResult> step =
+      operators.step(Strategy::automatic, grad_dtype_for(arguments, c), sparse);
+  if (!step) fail("--workspace-limit leaves no room for loss and gradient in one call");
+  const SparseCounts& counts = step->sparse_counts;
+  const double kept = counts.elements == 0
+                          ? 0
+                          : static_cast<double>(counts.kept) / static_cast<double>(counts.elements);
+  if (!arguments.out.empty()) {
+    progress.show("writing");
+    std::map<std::string, std::string> metadata = case_metadata(0, c.shape().V);
+    metadata["logits_rounding"] = name_of(rounding);
+    metadata["isa"] = logitless::name_of(operators.isa());
+    metadata["made_by"] = "logitless " LOGITLESS_VERSION;
+    metadata["grad_tolerance"] = format_tolerance(sparse.tolerance);
+    metadata["seed"] = fmt::format("{}", sparse.seed);
+    const std::vector<NamedTensor> tensors = {{"logits_max", &step->logits_max},
+                                              {"sum_exp_logits", &step->sum_exp_logits},
+                                              {"predicted_logits", &step->predicted_logits},
+                                              {"loss", &step->loss},
+                                              {"grad_input", &step->grad_input},
+                                              {"grad_weight", &step->grad_weight}};
+    take(write_safetensors(arguments.out, tensors, metadata, &cancel));
+  }
+  const LossSummary summary = summarise(c, step->loss);
+  const Cost& cost = operators.costs().back();
+  if (arguments.common.json) {
+    ordered_json document = {{"case", c.source},
+                             {"shape", to_json(c.shape())},
+                             {"dtype", logitless::name_of(c.dtype())},
+                             {"isa", logitless::name_of(operators.isa())},
+                             {"threads", operators.threads()},
+                             {"grad_tolerance", sparse.tolerance},
+                             {"seed", sparse.seed},
+                             {"tokens_counting", c.counting_tokens()},
+                             {"mean_loss", summary.mean},
+                             {"largest_loss", summary.largest},
+                             {"total", step->total},
+                             {"rows", counts.rows},
+                             {"dense_rows", counts.dense_rows},
+                             {"kept", counts.kept},
+                             {"elements", counts.elements},
+                             {"seconds", cost.seconds},
+                             {"workspace_bytes", cost.workspace_bytes}};
+    if (!arguments.out.empty()) document["out"] = arguments.out;
+    print_json(document);
+    return kExitFine;
+  }
+  fmt::print("case   {} {}, {} tokens count\n", format_shape(c.shape()),
+             logitless::name_of(c.dtype()), format_count(c.counting_tokens()));
+  fmt::print("run    {}, {} thread{}, sparse gradient, grad_tolerance {}, seed {}\n",
+             logitless::name_of(operators.isa()), operators.threads(),
+             operators.threads() == 1 ? "" : "s", format_tolerance(sparse.tolerance), sparse.seed);
+  fmt::print("loss   mean {:.9g}, largest {:.9g}\n", summary.mean, summary.largest);
+  fmt::print("kept   {:.3g} % of grad_logits; {} of {} rows dense\n", 100 * kept,
+             format_count(counts.dense_rows), format_count(counts.rows));
+  fmt::print("time   {}, workspace {}\n", format_seconds(cost.seconds),
+             format_bytes(cost.workspace_bytes));
+  if (!arguments.out.empty()) fmt::print("wrote  {}\n", arguments.out);
+  return kExitFine;
+}
+
+int run_operators(const RunArguments& arguments) {
+  RunSettings settings = arguments.common.settings();
+  const LogitsRounding rounding = parse_rounding(arguments.rounding);
+  const GradientMode mode = parse_mode(arguments.mode);
+  const SparseGradient sparse = arguments.sparse.parse();
+  if (started_as_rank() || !arguments.split.empty()) return run_split(arguments, rounding, mode);
+  if (sparse.tolerance > 0) return run_sparse(arguments, sparse, rounding, mode);
+  const CancelToken& cancel = cancel_on_interrupt();
+  settings.cancel = &cancel;
+  Progress progress;
+  progress.show("reading the case");
+  const Case c = arguments.case_arguments.load();
+  const DType grad_dtype = grad_dtype_for(arguments, c);
 
   Operators operators(c, settings, rounding);
   WholeRunOptions options;
@@ -266,6 +359,11 @@ void add_operator(CLI::App& app, Command& command, Operator op, const std::strin
     sub->add_option("--grad-dtype", arguments->grad_dtype,
                     "Type of grad_input and grad_weight: f32 or the case's own (default)")
         ->type_name("TYPE");
+  }
+  if (op == Operator::gradient) {
+    add_sparse_options(*sub, arguments->sparse,
+                       "Loss and gradients in one call, the gradients sparse and unbiased, with "
+                       "this relative standard error, for example 2^-9");
   }
   if (op == Operator::loss) {
     sub->add_flag("--with-softmax", arguments->with_softmax, "Also write softmax [BT, V]");

@@ -40,6 +40,13 @@ std::vector<RunSettings> ListOptions::settings() const {
   return list;
 }
 
+SparseGradient SparseOptions::parse() const {
+  SparseGradient sparse;
+  if (!grad_tolerance.empty()) sparse.tolerance = take(parse_tolerance(grad_tolerance));
+  sparse.seed = seed;
+  return sparse;
+}
+
 Case CaseArguments::load() const { return take(try_load({})); }
 
 Result<Case> CaseArguments::try_load(
@@ -105,6 +112,21 @@ void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required, bo
   sub.add_option("--ignore-index", arguments.ignore_index,
                  "Tokens whose target is this id do not count, for example -100")
       ->type_name("ID");
+}
+
+CLI::Option* add_tolerance_option(CLI::App& sub, std::string& grad_tolerance,
+                                  const std::string& what) {
+  return sub.add_option("--grad-tolerance", grad_tolerance, what)->type_name("EPS");
+}
+
+void add_sparse_options(CLI::App& sub, SparseOptions& sparse, const std::string& what) {
+  CLI::Option* tolerance = add_tolerance_option(sub, sparse.grad_tolerance, what);
+  sub.add_option("--seed", sparse.seed,
+                 "Of the sparse gradient's choice; a training step takes a new one each time")
+      ->check(CLI::NonNegativeNumber)
+      ->needs(tolerance)
+      ->capture_default_str()
+      ->type_name("N");
 }
 
 std::string example(const std::string& lines) { return "Example:\n" + lines; }
@@ -177,7 +199,7 @@ ordered_json to_json(const Judgements& judgements) {
   return list;
 }
 
-void print_judgements(const Judgements& judgements) {
+void print_judgements(const Judgements& judgements, const std::string& wide_margins) {
   Table table({{"stage", Align::left},
                {"output", Align::left},
                {"elements", Align::right},
@@ -196,13 +218,7 @@ void print_judgements(const Judgements& judgements) {
   // An allowance far above what was observed would let mistakes pass: it has to give its reason.
   const bool wide = std::ranges::any_of(
       judgements, [](const Judgement& j) { return j.observed > 0 && j.ratio < 1 / kWideMargin; });
-  if (wide) {
-    fmt::print(
-        "margins above {:.0f} x: few elements, whose worst is milder than the worst of many; and "
-        "float sums\nare allowed partial sums that wander from 0 to the result and beyond, which "
-        "rows with small\npartial sums do not use up (docs/numerics.md)\n",
-        kWideMargin);
-  }
+  if (wide) fmt::print("margins above {:.0f} x: {}\n", kWideMargin, wide_margins);
   for (const Judgement& j : judgements) {
     if (!j.fine()) fmt::print("{} {}: {}\n", marks().bad, j.stage, describe_worst(j));
   }

@@ -37,6 +37,15 @@ struct ListOptions {
   std::vector<RunSettings> settings() const;
 };
 
+// A sparse gradient, where loss and gradients are computed in one call.
+struct SparseOptions {
+  std::string grad_tolerance;
+  uint64_t seed = 0;
+
+  // Fails on a bad tolerance; without one, exact.
+  SparseGradient parse() const;
+};
+
 // How a case is named on the command line.
 struct CaseArguments {
   std::vector<std::string> paths;
@@ -79,12 +88,20 @@ void add_bench(CLI::App& app, Command& command);
 void add_plan(CLI::App& app, Command& command);
 
 // Shared by them.
+inline constexpr const char* kFloatMargins =
+    "few elements, whose worst is milder than the worst of many; and float sums\nare allowed "
+    "partial "
+    "sums that wander from 0 to the result and beyond, which rows with small\npartial sums do not "
+    "use up (docs/numerics.md)";
 void add_common_options(CLI::App& sub, CommonOptions& common);
 void add_list_options(CLI::App& sub, ListOptions& lists);
 void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required = true,
                       bool with_tokens = true);
 std::string example(const std::string& lines);  // the footer of --help
 void add_strategy_option(CLI::App& sub, std::string& strategy);
+CLI::Option* add_tolerance_option(CLI::App& sub, std::string& grad_tolerance,
+                                  const std::string& what);
+void add_sparse_options(CLI::App& sub, SparseOptions& sparse, const std::string& what);
 LogitsRounding parse_rounding(const std::string& text);
 const char* name_of(LogitsRounding rounding);
 Strategy parse_strategy(const std::string& text);  // "": automatic
@@ -93,6 +110,8 @@ void print_json(const ordered_json& document);
 ordered_json to_json(const Shape& shape);
 ordered_json to_json(const Judgements& judgements);
 // Table of observed and allowed errors, and a sentence for each output that is beyond.
-void print_judgements(const Judgements& judgements);
+// wide_margins: what may be the reason of a wide one.
+void print_judgements(const Judgements& judgements,
+                      const std::string& wide_margins = kFloatMargins);
 
 }  // namespace logitless::cli

@@ -199,7 +199,8 @@ void Operators::softmax(const ForwardResult& merged, const HostTensor& logits,
 }
 
 HostTensor Operators::loss_and_gradient(const std::optional<MatrixView>& grad_input,
-                                        const std::optional<MatrixView>& grad_weight) {
+                                        const std::optional<MatrixView>& grad_weight,
+                                        const SparseGradient& sparse, SparseCounts* sparse_counts) {
   const Shape shape = case_.shape();
   if (case_.vocab_start_index != 0) {
     fail("one pass takes a whole vocabulary: vocab_start_index must be 0");
@@ -208,6 +209,7 @@ HostTensor Operators::loss_and_gradient(const std::optional<MatrixView>& grad_in
   LossAndGradientTypes types;
   types.operand = case_.dtype();
   types.target = case_.target.dtype();
+  types.grad_tolerance = sparse.tolerance;
   const auto output = [](const std::optional<MatrixView>& view) {
     std::optional<GradientOutput> type;
     if (view) type = GradientOutput{.dtype = view->dtype, .accumulate = false};
@@ -226,24 +228,37 @@ HostTensor Operators::loss_and_gradient(const std::optional<MatrixView>& grad_in
   operands.target = case_.target.vector();
   operands.rows.ignore_index = case_.ignore_index;
   operands.token_weights = case_.grad.vector();
+  operands.seed = sparse.seed;
+  SparseCounts own_counts;
   LossAndGradientOutputs outputs;
   outputs.loss = loss.vector();
   outputs.grad_input = grad_input;
   outputs.grad_weight = grad_weight;
+  if (sparse.tolerance > 0) outputs.sparse_counts = &own_counts;
   const int gradients = (grad_input ? 1 : 0) + (grad_weight ? 1 : 0);
-  const double flops = product_flops(case_.counting_tokens(), shape.V) +
-                       gradients * product_flops(case_.tokens_with_gradient(), shape.V);
-  timed("loss and gradient", flops, plan, [&](std::span<std::byte> workspace) {
-    return run(plan, operands, outputs, workspace, settings_.cancel);
-  });
+  const double forward_flops = product_flops(case_.counting_tokens(), shape.V);
+  timed("loss and gradient",
+        forward_flops + gradients * product_flops(case_.tokens_with_gradient(), shape.V), plan,
+        [&](std::span<std::byte> workspace) {
+          return run(plan, operands, outputs, workspace, settings_.cancel);
+        });
+  if (sparse.tolerance > 0) {
+    // What a sparse gradient multiplies: dense rows, and elsewhere what it kept.
+    costs_.back().flops =
+        forward_flops + gradients * (product_flops(own_counts.dense_rows, shape.V) +
+                                     product_flops(own_counts.kept, 1));
+  }
+  if (sparse_counts != nullptr) *sparse_counts = own_counts;
   return loss;
 }
 
-std::optional<StepResult> Operators::step(Strategy strategy, DType dtype) {
+std::optional<StepResult> Operators::step(Strategy strategy, DType dtype,
+                                          const SparseGradient& sparse) {
   const Shape shape = case_.shape();
   LossAndGradientTypes types;
   types.operand = case_.dtype();
   types.target = DType::i64;
+  types.grad_tolerance = sparse.tolerance;
   types.grad_input = types.grad_weight = GradientOutput{.dtype = dtype, .accumulate = false};
   Result<LossAndGradientPlan> planned =
       plan_loss_and_gradient(shape, types, settings_.plan_options(), strategy);
@@ -264,14 +279,17 @@ std::optional<StepResult> Operators::step(Strategy strategy, DType dtype) {
                     .predicted_logits = HostTensor(DType::f32, {shape.BT}),
                     .loss = HostTensor(DType::f32, {shape.BT}),
                     .grad_input = HostTensor(dtype, {shape.BT, shape.H}),
-                    .grad_weight = HostTensor(dtype, {shape.V, shape.H})};
+                    .grad_weight = HostTensor(dtype, {shape.V, shape.H}),
+                    .sparse_counts = {}};
   LossAndGradientOperands operands;
   operands.input = case_.input.matrix();
   operands.weight = case_.weight.matrix();
   operands.target = target.vector();
   operands.rows.counts = counting.vector();
   operands.token_weights = case_.grad.vector();
+  operands.seed = sparse.seed;
   LossAndGradientOutputs outputs;
+  if (sparse.tolerance > 0) outputs.sparse_counts = &result.sparse_counts;
   outputs.loss = result.loss.vector();
   outputs.total = &result.total;
   outputs.logits_max = result.logits_max.vector();

@@ -81,6 +81,13 @@ struct StepResult {
   double total = 0;             // sum of grad[b] * loss[b]
   HostTensor grad_input;        // [BT, H]
   HostTensor grad_weight;       // [V, H]
+  SparseCounts sparse_counts;   // of a sparse gradient
+};
+
+// A sparse gradient of relative standard error `tolerance`; 0 = exact.
+struct SparseGradient {
+  float tolerance = 0;
+  uint64_t seed = 0;
 };
 
 // What of a case the operators take.
@@ -127,10 +134,11 @@ class Operators {
   // Loss and the gradients that are given a place, of the whole case in one call, the case's `grad`
   // as token weights.
   HostTensor loss_and_gradient(const std::optional<MatrixView>& grad_input,
-                               const std::optional<MatrixView>& grad_weight);
+                               const std::optional<MatrixView>& grad_weight,
+                               const SparseGradient& sparse = {}, SparseCounts* counts = nullptr);
   // The same by the strategy named, on a case of any shard (see Scope::step), gradients as `dtype`.
   // Nothing where its workspace does not fit the limit.
-  std::optional<StepResult> step(Strategy strategy, DType dtype);
+  std::optional<StepResult> step(Strategy strategy, DType dtype, const SparseGradient& sparse = {});
 
   // The next call touches fresh pages.
   void drop_workspace() { workspace_.drop(); }

@@ -32,6 +32,7 @@ Result<PlanSummary> plan_op(const PlanRequest& request, const PlanOptions& optio
   if (request.op == "one-pass") {
     LossAndGradientTypes types;
     types.operand = request.dtype;
+    types.grad_tolerance = request.grad_tolerance;
     types.grad_input = grad_input;
     types.grad_weight = grad_weight;
     const auto plan = plan_loss_and_gradient(request.shape, types, options);
@@ -46,6 +47,7 @@ Result<PlanSummary> plan_op(const PlanRequest& request, const PlanOptions& optio
   types.mode =
       request.op == "gradient" ? GradientMode::memory_saving : GradientMode::high_performance;
   types.logits_rounding = request.rounding;
+  types.grad_tolerance = request.grad_tolerance;
   types.grad_input = grad_input;
   types.grad_weight = grad_weight;
   return summary(request.op, plan_gradient(request.shape, types, options));

@@ -18,6 +18,7 @@ struct PlanRequest {
   Shape shape;
   DType dtype = DType::bf16;
   LogitsRounding rounding = LogitsRounding::none;
+  float grad_tolerance = 0;  // of gradient and one-pass
   bool grad_input = true;
   bool grad_weight = true;
 };

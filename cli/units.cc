@@ -93,6 +93,23 @@ Result<DType> parse_operand_dtype(std::string_view text) {
       fmt::format("'{}' is not an operand type; allowed are f32, f16 and bf16", printable(text)));
 }
 
+Result<float> parse_tolerance(std::string_view text) {
+  const std::string_view whole = trim(text);
+  const bool power = whole.starts_with("2^");
+  const std::string_view digits = power ? whole.substr(2) : whole;
+  double number = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  const auto value = static_cast<float>(power ? std::exp2(number) : number);
+  const bool allowed = value == 0 || (value >= kLeastGradTolerance && value <= kMostGradTolerance);
+  if (digits.empty() || error != std::errc() || end != digits.data() + digits.size() || !allowed) {
+    return invalid(
+        fmt::format("--grad-tolerance is '{}', must be 0 (exact) or from 2^-16 to 0.5, for example "
+                    "2^-9 or 0.002",
+                    printable(text)));
+  }
+  return value;
+}
+
 std::string format_bytes(int64_t bytes) {
   static constexpr std::array<const char*, 5> kNames = {"B", "KiB", "MiB", "GiB", "TiB"};
   double value = static_cast<double>(bytes);
@@ -125,6 +142,12 @@ std::string format_count(int64_t count) {
 std::string format_error(double value) {
   if (value == 0) return "0";
   return fmt::format("{:.2e}", value);
+}
+
+std::string format_tolerance(float value) {
+  int exponent = 0;
+  if (std::frexp(value, &exponent) == 0.5f) return fmt::format("2^{}", exponent - 1);
+  return fmt::format("{:.4g}", value);
 }
 
 std::string format_shape(const Shape& shape) {

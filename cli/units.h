@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "logitless/gradient.h"
 #include "logitless/options.h"
 #include "logitless/result.h"
 
@@ -21,10 +22,14 @@ Result<Shape> parse_shape(std::string_view text);
 // f32, f16, bf16 and the names other tools use for them (fp16, float16, bfloat16, ...).
 Result<DType> parse_operand_dtype(std::string_view text);
 
+// "2^-9", "0.002", "1e-3" -> a grad_tolerance: 0 (exact), or from 2^-16 to 0.5.
+Result<float> parse_tolerance(std::string_view text);
+
 std::string format_bytes(int64_t bytes);       // 1536 -> "1.50 KiB"
 std::string format_seconds(double seconds);    // 0.0123 -> "12.3 ms"
 std::string format_count(int64_t count);       // 49152 -> "49,152"
 std::string format_error(double value);        // 1.234e-06 -> "1.23e-06", exact 0 -> "0"
+std::string format_tolerance(float value);     // 0x1p-9 -> "2^-9", 0.002 -> "0.002"
 std::string format_shape(const Shape& shape);  // "(BT 1,024, V 32,000, H 2,048)"
 
 // Text from a file, made safe to print: control characters are escaped, long text is cut.

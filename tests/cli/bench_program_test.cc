@@ -93,6 +93,41 @@ TEST_F(BenchTest, TheDocumentSaysWhatWasMeasuredWhereAndWhen) {
   }
 }
 
+TEST_F(BenchTest, ASparseGradientIsTimedBesideForwardAndExact) {
+  const json document =
+      json_of(bench({"--shape", "45,3000,64", "--grad-tolerance", "2^-6", "--seed", "4"}));
+  ASSERT_EQ(document["cases"].size(), 1U);
+  const json& line = document["cases"][0];
+  EXPECT_EQ(line["op"], "sparse");
+  EXPECT_EQ(line["grad_tolerance"].get<double>(), 0x1p-6);
+  const json& sparse = line["sparse"];
+  EXPECT_EQ(sparse["seed"], 4);
+  EXPECT_EQ(sparse["rows"], 45);
+  EXPECT_EQ(sparse["forward_seconds"].size(), 5U);
+  EXPECT_EQ(sparse["exact_seconds"].size(), 5U);
+  EXPECT_GT(sparse["times_forward"].get<double>(), 0);
+  EXPECT_GT(sparse["times_exact"].get<double>(), 0);
+  EXPECT_GT(sparse["kept_share"].get<double>(), 0);
+  EXPECT_LT(sparse["kept_share"].get<double>(), 0.2);
+  // The forward's product, and of the gradients' what is kept and what is dense.
+  const double elements =
+      2.0 * 64 * (sparse["kept"].get<double>() + 3000 * sparse["dense_rows"].get<double>());
+  EXPECT_EQ(line["flops"].get<double>(), 2.0 * 45 * 3000 * 64 + 2 * elements);
+  const ProgramResult text =
+      run_program(bench({"--shape", "45,3000,64", "--grad-tolerance", "0.02"}));
+  EXPECT_EQ(text.exit_code, 0) << text.err;
+  EXPECT_THAT(text.out, AllOf(HasSubstr("/ forward"), HasSubstr("/ exact"), HasSubstr("kept"),
+                              HasSubstr("dense rows"), HasSubstr("0.02")));
+  // Another tolerance is other work.
+  const std::string base = write(document);
+  expect_refused(bench({"--shape", "45,3000,64", "--grad-tolerance", "2^-5", "--baseline", base}),
+                 HasSubstr("none of its 1 lines"));
+  expect_refused(bench({"--shape", "45,3000,64", "--op", "sparse"}),
+                 HasSubstr("--op sparse takes --grad-tolerance"));
+  expect_refused(bench({"--shape", "45,3000,64", "--op", "forward", "--grad-tolerance", "2^-5"}),
+                 HasSubstr("--grad-tolerance is for --op sparse, not for forward"));
+}
+
 TEST_F(BenchTest, ModelsHaveTheirShapes) {
   // One thread of the slowest level would take minutes for a model's own vocabulary.
   const json plan = json_of({"plan", "--model", "GPT2,llama-3-8b", "--op", "forward"});

@@ -64,6 +64,19 @@ TEST(Work, CountsOperandsOnceAndPanelsOncePerProduct) {
   EXPECT_EQ(work_of(request).packed, (10 + 100) * 8 + for_input);
 }
 
+// What is kept is multiplied as it lies: only the logits are packed.
+TEST(Work, OfASparseGradientIsPackedOnce) {
+  const WorkRequest request{.op = "sparse",
+                            .shape = {.BT = 10, .V = 100, .H = 8},
+                            .dtype = DType::bf16,
+                            .rows = 10,
+                            .with_gradient = 7};
+  const Work sparse = work_of(request);
+  EXPECT_EQ(sparse.bytes_read, (10 + 100) * 8 * 2);
+  EXPECT_EQ(sparse.bytes_written, (10 + 100) * 8 * 2);
+  EXPECT_EQ(sparse.packed, (10 + 100) * 8);
+}
+
 BenchLine line_of(std::vector<double> seconds) {
   BenchLine line;
   line.op = "forward";
@@ -97,6 +110,20 @@ TEST(BenchLine, RatiosAndExpectations) {
   EXPECT_FALSE(entry.contains("unfused"));
   EXPECT_FALSE(entry.contains("only"));
   EXPECT_EQ(entry["ratio_interval"][1], 0.5);
+}
+
+TEST(BenchLine, ASparseLineTellsWhatWasKept) {
+  BenchLine line = line_of({1, 1, 1, 1, 1});
+  EXPECT_FALSE(to_json(line).contains("sparse"));
+  EXPECT_EQ(line.kept_share(), 0);
+  line.grad_tolerance = 0x1p-9f;
+  line.sparse_counts = {.rows = 10, .dense_rows = 2, .kept = 40, .elements = 800};
+  line.forward = {0.5, 0.5, 0.5};
+  line.exact = {4, 4, 4};
+  const ordered_json sparse = to_json(line)["sparse"];
+  EXPECT_EQ(sparse["kept_share"], 0.05);
+  EXPECT_EQ(sparse["times_forward"], 2);
+  EXPECT_EQ(sparse["times_exact"], 0.25);
 }
 
 TEST(BenchLine, BytesBoundWhereFlopsAreFew) {

@@ -252,6 +252,94 @@ TEST_F(ProgramTest, JsonOfEveryCommandParses) {
   EXPECT_EQ(bench["cases"][4]["flops"].get<double>(), 3 * product);
 }
 
+TEST_F(ProgramTest, ASparseGradientIsMadeVerifiedAndPlanned) {
+  const std::string path = small_case("f32");
+  const std::string out = scratch_.path("out.safetensors");
+  const std::vector<std::string> gradient = {
+      "gradient", path, "--grad-tolerance", "2^-4", "--seed", "9", "--out", out};
+  const ProgramResult made = run_program(gradient);
+  EXPECT_EQ(made.exit_code, 0) << made.err;
+  EXPECT_THAT(made.out, AllOf(HasSubstr("grad_tolerance 2^-4, seed 9"), HasSubstr("kept"),
+                              HasSubstr("rows dense")));
+  const std::string bytes = test::read_file(out);
+  EXPECT_EQ(run_program(gradient).exit_code, 0);
+  EXPECT_EQ(test::read_file(out), bytes);
+  const Result<SafetensorsFile> file = SafetensorsFile::open(out);
+  ASSERT_TRUE(file.has_value());
+  EXPECT_EQ(file->metadata().at("grad_tolerance"), "2^-4");
+  EXPECT_EQ(file->metadata().at("seed"), "9");
+  ASSERT_NE(file->find("grad_weight"), nullptr);
+  // Not judged element by element, and said so.
+  const ProgramResult compared = run_program({"compare", path, "--outputs", out});
+  EXPECT_EQ(compared.exit_code, 0) << compared.out << compared.err;
+  EXPECT_THAT(compared.out, HasSubstr("its gradients are sparse (grad_tolerance 2^-4)"));
+  const std::string other = scratch_.path("other.safetensors");
+  const json document = json_of({"gradient", path, "--grad-tolerance", "0.0625", "--seed",
+                                 "18446744073709551615", "--out", other, "--json"});
+  EXPECT_NE(test::read_file(other), bytes);
+  EXPECT_EQ(document["seed"].get<uint64_t>(), ~uint64_t{0});
+  EXPECT_EQ(document["grad_tolerance"].get<double>(), 0.0625);
+  EXPECT_GT(document["kept"].get<int64_t>(), 0);
+  EXPECT_EQ(document["elements"].get<int64_t>(),
+            (document["rows"].get<int64_t>() - document["dense_rows"].get<int64_t>()) * 507);
+
+  const std::vector<std::string> verify = {"verify",  path, "--grad-tolerance", "2^-4",
+                                           "--seeds", "12", "--threads",        "2"};
+  const ProgramResult verified = run_program(verify);
+  EXPECT_EQ(verified.exit_code, 0) << verified.out << verified.err;
+  EXPECT_THAT(verified.out, AllOf(HasSubstr("relative error"), HasSubstr("bias: 12 seeds"),
+                                  HasSubstr("every error is within what is allowed")));
+  std::vector<std::string> as_json = verify;
+  as_json.emplace_back("--json");
+  const json verdict = json_of(as_json);
+  EXPECT_TRUE(verdict["fine"].get<bool>());
+  for (const char* key : {"rows", "all", "median", "p99", "worst"}) {
+    EXPECT_TRUE(verdict["grad_input"].contains(key)) << key;
+  }
+  EXPECT_EQ(verdict["seeds"], 12);
+
+  const json plans =
+      json_of({"plan", "--shape", "64,5000,64", "--grad-tolerance", "2^-9", "--json"});
+  ASSERT_EQ(plans["plans"].size(), 3U);  // all but gradient-hp
+  for (const json& plan : plans["plans"]) {
+    EXPECT_EQ(plan.contains("grad_tolerance"), plan["op"] != "forward");
+    EXPECT_EQ(plan["describe"].get<std::string>().find("sparse") != std::string::npos,
+              plan["op"] != "forward");
+  }
+}
+
+TEST_F(ProgramTest, ASparseGradientThatCannotBeIsRefused) {
+  const std::string path = small_case();
+  for (const char* command : {"gradient", "verify"}) {
+    for (const char* bad : {"0.6", "2^-17", "-1", "nan", "eps"}) {
+      expect_refused({command, path, "--grad-tolerance", bad},
+                     AllOf(HasSubstr(std::string("--grad-tolerance is '") + bad + "'"),
+                           HasSubstr("from 2^-16 to 0.5")));
+    }
+    expect_refused({command, path, "--seed", "3"}, HasSubstr("--grad-tolerance"));
+    expect_refused({command, path, "--grad-tolerance", "2^-9", "--seed", "-3"},
+                   HasSubstr("--seed"));
+    expect_refused({command, path, "--grad-tolerance", "2^-9", "--shards", "2"},
+                   HasSubstr("--shards has no sparse gradient"));
+  }
+  expect_refused({"gradient", path, "--grad-tolerance", "2^-9", "--mode", "high-performance"},
+                 HasSubstr("--mode high-performance has no sparse gradient"));
+  expect_refused({"gradient", path, "--grad-tolerance", "2^-9", "--logits-rounding", "operand"},
+                 HasSubstr("--logits-rounding operand has no sparse gradient"));
+  expect_refused({"gradient", path, "--grad-tolerance", "2^-9", "--workspace-limit", "1KiB"},
+                 HasSubstr("limit"));
+  expect_refused({"verify", path, "--grad-tolerance", "0"}, HasSubstr("exact gradients"));
+  expect_refused({"plan", "--shape", "1,2,3", "--op", "gradient-hp", "--grad-tolerance", "2^-9"},
+                 HasSubstr("grad_tolerance"));
+  const std::string outside = scratch_.path("outside");
+  ASSERT_EQ(run_program({"make", outside, "--tokens", "45", "--vocab", "507", "--hidden", "64",
+                         "--masked", "0.5"})
+                .exit_code,
+            0);
+  expect_refused({"gradient", outside, "--grad-tolerance", "2^-9"},
+                 HasSubstr("--grad-tolerance takes a whole vocabulary"));
+}
+
 TEST_F(ProgramTest, TheWorkspaceLimitIsObeyed) {
   const json plan =
       json_of({"plan", "--shape", "1024,32000,2048", "--workspace-limit", "24MiB", "--json"});

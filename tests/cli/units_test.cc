@@ -68,6 +68,30 @@ TEST(ParseOperandDtype, KnowsTheUsualNames) {
   }
 }
 
+TEST(ParseTolerance, TakesPowersOfTwoAndDecimals) {
+  for (const auto& [text, value] : std::vector<std::pair<std::string, float>>{{"2^-9", 0x1p-9f},
+                                                                              {"2^-16", 0x1p-16f},
+                                                                              {"0.5", 0.5f},
+                                                                              {"2^-1", 0.5f},
+                                                                              {"0.002", 0.002f},
+                                                                              {" 1e-3 ", 0.001f},
+                                                                              {"0", 0.0f}}) {
+    const Result<float> parsed = parse_tolerance(text);
+    ASSERT_TRUE(parsed.has_value()) << text;
+    EXPECT_EQ(*parsed, value) << text;
+  }
+  for (const char* text : {"", "x", "2^", "2^-9x", "-0.1", "2^-17", "0.6", "1", "nan", "inf", "2^9",
+                           "1/512", "0.001 0.002", "\t0.1"}) {
+    const Result<float> parsed = parse_tolerance(text);
+    ASSERT_FALSE(parsed.has_value()) << text;
+    EXPECT_NE(parsed.error().message.find("--grad-tolerance is '"), std::string::npos);
+    EXPECT_NE(parsed.error().message.find("from 2^-16 to 0.5"), std::string::npos);
+  }
+  EXPECT_EQ(format_tolerance(0x1p-9f), "2^-9");
+  EXPECT_EQ(format_tolerance(0.5f), "2^-1");
+  EXPECT_EQ(format_tolerance(0.002f), "0.002");
+}
+
 TEST(Format, PicksUnitsAPersonReads) {
   EXPECT_EQ(format_bytes(0), "0 B");
   EXPECT_EQ(format_bytes(1023), "1023 B");
