@@ -93,9 +93,10 @@ class Words(unittest.TestCase):
         one = contenders.contenders_of({"python": "1.0"})
         two = contenders.contenders_of({"python": "1.0", "other": "2.0"})
         self.assertEqual(
-            [c.key for c in one][:3], ["logitless", "logitless-recompute", "eager-bf16"]
+            [c.key for c in one][:4],
+            ["logitless", "logitless-recompute", "logitless-sparse", "eager-bf16"],
         )
-        self.assertEqual(len({c.key for c in two}), 2 * len(one) - 2)
+        self.assertEqual(len({c.key for c in two}), 2 * len(one) - 3)
         self.assertIn("eager-bf16@2.0", [c.key for c in two])
         self.assertIn(
             "CCE's torch_compile fallback (holds the logits; its Triton kernel needs a GPU)",
@@ -207,7 +208,7 @@ class WorkerProtocol(unittest.TestCase):
         self.fails("nowhere", "load", files=["/nowhere.safetensors"])
         self.load()
         self.fails(
-            "op is `jump`, must be step, step-recompute, forward or gradient", "prepare", op="jump"
+            "op is `jump`, must be step, step-recompute, step-sparse, forward or gradient", "prepare", op="jump"
         )
         self.fails("`forward` has not been prepared", "run", op="forward")
         self.worker.ask("prepare", op="step")
@@ -223,7 +224,7 @@ class WorkerProtocol(unittest.TestCase):
 
     def test_every_op_gives_seconds_and_memory(self):
         self.load()
-        for op in ("step", "step-recompute", "forward", "gradient"):
+        for op in ("step", "step-recompute", "step-sparse", "forward", "gradient"):
             told = self.worker.ask("prepare", op=op)
             self.assertGreater(told["workspace_bytes"], 0)
             self.assertIn("[BT, V, H] = [6, 40, 16]", told["describe"])
@@ -330,6 +331,7 @@ class WholeComparison(unittest.TestCase):
             {
                 "logitless",
                 "logitless-recompute",
+                "logitless-sparse",
                 "eager-bf16",
                 "compile-bf16",
                 "compile-fp32",
@@ -491,10 +493,10 @@ class WholeComparison(unittest.TestCase):
         self.assertEqual(
             case["groups"],
             [
-                ["logitless-recompute", "eager-bf16"],
-                ["compile-bf16", "compile-fp32"],
-                ["linear_cross_entropy", "logitless.torch"],
-                ["mm"],
+                ["logitless-recompute", "logitless-sparse"],
+                ["eager-bf16", "compile-bf16"],
+                ["compile-fp32", "linear_cross_entropy"],
+                ["logitless.torch", "mm"],
             ],
         )
         self.assertIn("logitless#3", case["contenders"])
