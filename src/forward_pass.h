@@ -438,7 +438,12 @@ class ForwardPass {
       const float reference = region<float>(p_.rest_max)[r];
       const double rest = static_cast<double>(region<float>(p_.rest_sum)[r]) +
                           static_cast<double>(region<float>(p_.rest_low)[r]);
-      region<float>(p_.threshold)[r] = threshold_of(index[r], reference, rest, seen);
+      // Never below the one before: from the largest on, candidates are complete.
+      const double before =
+          static_cast<double>(region<float>(p_.threshold)[r]) *
+          std::exp(static_cast<double>(region<float>(p_.reference)[r] - reference));
+      const float now = threshold_of(index[r], reference, rest, seen);
+      region<float>(p_.threshold)[r] = before > now ? static_cast<float>(before) : now;
       region<float>(p_.reference)[r] = reference;
     }
   }
