@@ -32,7 +32,8 @@ def main() -> None:
                 print(f"left out: {name}, {found['failed']}", flush=True)
                 continue
             time[name].append((BT, statistics.median(found["seconds"])))
-            memory[name].append((BT, _bench.measure_memory(name, shape, arguments.dtype) / _bench.MIB))
+            added = _bench.measure_memory(name, shape, arguments.dtype) / _bench.MIB
+            memory[name].append((BT, max(added, 0.1)))  # tiny ones may add nothing, which has no logarithm
             print(f"BT = {BT}, {name}: {_bench.time_text(time[name][-1][1])}, "
                   f"{memory[name][-1][1]:.0f} MiB", flush=True)  # fmt: skip
     title = f"Loss and backward, V = {arguments.vocab}, H = {arguments.hidden}, {arguments.dtype}"

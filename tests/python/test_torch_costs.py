@@ -97,7 +97,7 @@ def test_the_example_plots_memory_and_time_against_the_tokens(tmp_path):
     picture = tmp_path / "lines.svg"
     done = subprocess.run(
         [sys.executable, example, "--tokens", "8,16", "--vocab", "200", "--hidden", "32", "--seconds", "0.1", "--out", picture],
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("BT = ") == 6 and "left out" not in done.stdout

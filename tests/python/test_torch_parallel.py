@@ -614,7 +614,9 @@ def _interrupted(rank: int, port: int, mode: str) -> None:
 def test_ctrl_c_on_one_rank_interrupts_all_of_them(mode):
     port = free_port()
     source = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_torch_parallel as t; t._interrupted({{}}, {port}, {mode!r})"
-    ranks = [subprocess.Popen([sys.executable, "-c", source.format(r)], stdout=subprocess.PIPE, text=True)
+    # What runs in the background has inherited a SIGINT that is ignored.
+    ranks = [subprocess.Popen([sys.executable, "-c", source.format(r)], stdout=subprocess.PIPE, text=True,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
              for r in range(2)]  # fmt: skip
     try:
         out = [r.communicate(timeout=900)[0].splitlines() for r in ranks]
