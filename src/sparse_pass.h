@@ -442,10 +442,6 @@ class SparsePass {
           static_cast<int32_t>(x.n);
     }
     const cpu::Chunk chunk = x.chunks[s];
-    if (x.n + chunk.count + 1 + SparsePlanData::kRoom > p_.row_capacity) {
-      x.kind = RowKind::dense;  // far beyond what to expect
-      return;
-    }
     const int64_t v0 = s * cpu::kSegmentColumns;
     const auto base = static_cast<uint16_t>(v0 % p_.block_columns());
     float* values = region<float>(p_.kept_values) + x.kept * p_.row_capacity + x.n;
@@ -462,6 +458,7 @@ class SparsePass {
                          (p - 1.0f) * x.row.grad + p * x.row.grad_lse, added, values, columns);
     }
     x.n += added;
+    if (x.n > p_.most_kept_of_row()) x.kind = RowKind::dense;
   }
 
   // The target's element among the `count` of its segment, in place of what was chosen of it.

@@ -2,6 +2,7 @@
 #include "sparse_plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 #include "sparse_rule.h"
@@ -24,9 +25,9 @@ int64_t lay_out(SparsePlanData& p) {
   f.collects = true;
 
   // What the rule leaves to this pass, and a segment beyond it.
-  p.row_capacity =
-      round_up(std::min(V, V / 5 + 3 * cpu::kSegmentColumns) + 1 + SparsePlanData::kRoom,
-               SparsePlanData::kRoom);
+  const double expected = SparsePlanData::kDenseShare * static_cast<double>(V);
+  const auto most = static_cast<int64_t>(expected + 8 * std::sqrt(expected)) + 64;
+  p.row_capacity = std::min(V, most) + 1 + SparsePlanData::kRoom;
   // An eighth of the block's elements, and everything of a few rows in any case.
   const int64_t usual = ceil_div(rows * (V / 5 + cpu::kSegmentColumns), threads);
   const int64_t of_a_row = p.most_segments(threads) * cpu::kSegmentColumns;
@@ -274,7 +275,7 @@ std::string sparse_text(const SparsePlanData& p) {
   std::string text = std::string("  sparse gradient, tolerance ") + eps + ": rows in " +
                      std::to_string(p.groups()) + " groups of " + std::to_string(p.group_rows) +
                      ", blocks of " + std::to_string(p.block_rows()) + ", up to " +
-                     std::to_string(p.row_capacity) + " elements kept of a row, " +
+                     std::to_string(p.most_kept_of_row()) + " elements kept of a row, " +
                      std::to_string(p.thread_capacity) + " candidates a thread";
   if (p.sample_stride > 0) {
     text += "; every " + std::to_string(p.sample_stride) + "th vocabulary row tells how flat it is";

@@ -23,9 +23,13 @@ struct SparsePlanData {
   // Rows whose kept elements are in memory together; grad_weight is summed from group to group.
   int64_t group_rows = 0;
   int64_t groups() const { return ceil_div(std::max<int64_t>(1, shape.BT), group_rows); }
-  int64_t row_capacity = 0;  // kept elements of a row; a row of more is treated densely
+  // Kept elements of a row that there is room for; behind them, where a segment's candidates are
+  // thinned. A row of more is treated densely: it keeps eight standard deviations more than any
+  // that is not flat is expected to, so that chance hardly ever decides.
+  int64_t row_capacity = 0;
+  static constexpr int64_t kRoom = cpu::kSegmentColumns + 32;
+  int64_t most_kept_of_row() const { return row_capacity - kRoom; }
   static constexpr int64_t kSettledTogether = 16;  // rows
-  static constexpr int64_t kRoom = 16;             // behind them, where a vector may be written
   int64_t thread_capacity = 0;                     // candidates that a thread collects of a block
   // Segments that one thread takes at most: of each of the four rounds one more than its share.
   int64_t most_segments(int64_t threads) const {
