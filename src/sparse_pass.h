@@ -41,12 +41,11 @@ inline namespace LOGITLESS_ABI_NAMESPACE {
 // What becomes of a row that has a gradient.
 enum class RowKind : uint8_t { none = 0, sparse = 1, pending = 2, dense = 3 };
 
-// Rows, whoever asks for the gradient:
+// What the pass asks whoever wants the gradient (Rows):
 //
-//   int64_t count()                   rows with a gradient, ascending
 //   int64_t token_id(int64_t b)
 //   SparseRow row(int64_t b, float max, float sum)   statistics as the forward made them
-//   void settled(int64_t b)           its statistics are written
+//   void settled(int64_t b)                          its statistics are written
 struct SparseRow {
   float grad = 0;      // of the loss
   float grad_lse = 0;  // of logsumexp
@@ -233,8 +232,7 @@ class SparsePass {
     const double variance = moments[1] / number - mean * mean;
     const double normal = static_cast<double>(p_.shape.V) * std::exp(mean + 0.5 * variance);
     const double rest = std::max(each * sample.sum(), std::min(normal, 1e30));
-    return sample.expected(rest, p_.tolerance, each) >
-           SparsePlanData::kFlatShare * static_cast<double>(p_.shape.V);
+    return sample.expected(rest, p_.tolerance, each) > most_kept();
   }
   double most_kept() const { return SparsePlanData::kDenseShare * static_cast<double>(p_.shape.V); }
 
@@ -395,9 +393,11 @@ class SparsePass {
     }
     k_.exp(x.factor, segments, x.factor);
     for (int64_t s = 0; s < segments; ++s) x.factor[s] *= x.inv_sum;
-    x.complete = block_region<float>(f.reference)[x.r] - x.row.max;
-    k_.exp(&x.complete, 1, &x.complete);
-    x.complete *= block_region<float>(f.threshold)[x.r] * x.inv_sum * (1 + 0x1p-10f);
+    if (collect_.tails != nullptr) {  // else complete for every threshold the rule can lead to
+      x.complete = block_region<float>(f.reference)[x.r] - x.row.max;
+      k_.exp(&x.complete, 1, &x.complete);
+      x.complete *= block_region<float>(f.threshold)[x.r] * x.inv_sum * (1 + 0x1p-10f);
+    }
     x.least = std::max(least_threshold(x.rest, p_.tolerance), x.complete);
   }
 
@@ -429,8 +429,8 @@ class SparsePass {
     const SoftmaxBins::Threshold threshold =
         x.bins.threshold(x.rest, p_.tolerance, static_cast<double>(x.complete));
     x.tau = threshold.tau;
-    if (x.tau == 0.0f) {
-      x.kind = RowKind::pending;
+    if (x.tau == 0.0f) {  // guessed too high; or, without a guess, too little rest to choose from
+      x.kind = collect_.tails != nullptr ? RowKind::pending : RowKind::dense;
     } else if (threshold.expected > most_kept()) {
       x.kind = RowKind::dense;
     }

@@ -24,11 +24,10 @@ int64_t lay_out(SparsePlanData& p) {
   f.chunk_segments = std::max<int64_t>(1, p.segments());
   f.collects = true;
 
-  // What the rule leaves to this pass, and a segment beyond it.
   const double expected = SparsePlanData::kDenseShare * static_cast<double>(V);
   const auto most = static_cast<int64_t>(expected + 8 * std::sqrt(expected)) + 64;
   p.row_capacity = std::min(V, most) + 1 + SparsePlanData::kRoom;
-  // An eighth of the block's elements, and everything of a few rows in any case.
+  // A fifth of the block's elements, and everything of a few rows in any case.
   const int64_t usual = ceil_div(rows * (V / 5 + cpu::kSegmentColumns), threads);
   const int64_t of_a_row = p.most_segments(threads) * cpu::kSegmentColumns;
   p.thread_capacity = std::max(usual, of_a_row) + SparsePlanData::kSlack;
@@ -126,8 +125,11 @@ bool choose_sparse(SparsePlanData& p, int64_t limit_bytes, int64_t& least_bytes)
       const int64_t rows = ceil_div(longest, blocks);
       set_block(p, rows);
       const int64_t bytes = lay_out(p);
-      least_bytes = std::min(least_bytes, bytes);
-      if (bytes <= limit_bytes) return true;
+      // Candidates are found by 32 bits, kept elements of a row by 31.
+      if (p.target.threads * p.thread_capacity <= UINT32_MAX && p.row_capacity <= INT32_MAX) {
+        least_bytes = std::min(least_bytes, bytes);
+        if (bytes <= limit_bytes) return true;
+      }
       if (rows == 1) break;
     }
     if (p.group_rows == 1) return false;

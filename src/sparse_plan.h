@@ -45,12 +45,10 @@ struct SparsePlanData {
   // Every so many vocabulary rows one is looked at beforehand; 0: none.
   int64_t sample_stride = 0;
   int64_t sample_rows() const { return sample_stride == 0 ? 0 : ceil_div(shape.V, sample_stride); }
-  // More than this expected share of a row kept: it is treated densely. Where the products cost as
-  // much either way.
+  // More than this expected share of a row kept, by the whole row or, beforehand, by the sample: it
+  // is treated densely. Beyond what pays (some 13 %), so that a few such rows among many need not
+  // bring the exact pass along.
   static constexpr double kDenseShare = 0.2;
-  // The same by the sample, which misses some of the largest values and so takes others for larger
-  // than they are.
-  static constexpr double kFlatShare = 0.2;
   static constexpr int64_t kMostRows = int64_t{1} << 16;  // of a group
   static constexpr int64_t kEntries = int64_t{1} << 16;   // of grad_weight, sorted at a time
   int64_t entries() const { return std::max(kEntries, group_rows); }

@@ -16,10 +16,10 @@ inline namespace LOGITLESS_ABI_NAMESPACE {
 // Softmax values by their binary exponent: bin k holds those in [2^-k, 2^(1-k)), bin 0 also more.
 class SoftmaxBins {
  public:
-  // Values below 2^-kBins are beyond any threshold: eps >= 2^-16, and rest^2 counts from 2^-48 on.
+  // 2^-31 of the least threshold is still a normal number, as choosing by it needs.
   static constexpr int kBins = 96;
 
-  // p > 0. The scale is of the values, the weight of their number.
+  // p > 0
   void add(float p) {
     const int bin = 127 - static_cast<int>(std::bit_cast<uint32_t>(p) >> 23);
     if (bin >= kBins) return;
@@ -34,7 +34,7 @@ class SoftmaxBins {
   };
   // The largest tau with tau * below(tau) <= (tolerance * rest)^2. At tau <= tolerance^2 * rest it
   // holds whatever the values are. 0 where it would be below `least`, the size from which on the
-  // values are complete.
+  // values are complete, or below 2^-95, or where rest is no number.
   Threshold threshold(double rest, double tolerance, double least) const {
     const double bound = tolerance * tolerance * rest * rest;
     double above = 0;
@@ -83,10 +83,11 @@ struct SparseTail {
 // A sample of a row, its target left out, as exponentials relative to the largest of them.
 class SampledRow {
  public:
+  // 0 <= e <= 1, or NaN, of either sign: it is in the sum, and in no level.
   void add(float e) {
     const int level = 127 - static_cast<int>(std::bit_cast<uint32_t>(e) >> 23);
     sum_ += static_cast<double>(e);
-    if (level >= SparseTail::kLevels) return;
+    if (level < 0 || level >= SparseTail::kLevels) return;
     at_level_[level] += static_cast<double>(e);
     ++count_[level];
   }
@@ -104,7 +105,8 @@ class SampledRow {
     return tail;
   }
 
-  // The number of elements that the rule would keep, were the row's sum without the target `rest`.
+  // The number of elements that the rule would keep, were the row's sum without the target `rest`;
+  // infinite where a sum is no number.
   double expected(double rest, double tolerance, double each) const {
     const double bound = tolerance * tolerance * rest * rest;
     double below = each * sum_;

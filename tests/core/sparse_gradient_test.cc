@@ -111,6 +111,60 @@ TEST_P(SparseGradient, GuessesThatFallFromRoundToRoundLoseNothing) {
   EXPECT_LE(all.within_an_ulp, 1 + all.kept / 50000) << "of " << all.kept << " kept";
 }
 
+// NaN where the sample looks, and a target so far ahead that what is left is next to nothing: such
+// rows are treated exactly, and nothing else is touched.
+TEST_P(SparseGradient, RowsThatNothingCanBeChosenFromAreExact) {
+  constexpr int64_t kTokens = 12;
+  constexpr int64_t kVocabulary = 4096;  // every 64th is looked at
+  for (const Arithmetic& arithmetic : all_arithmetics()) {
+    for (const float eps : {0x1p-9f, 0x1p-16f}) {
+      OneHot o = one_hot_input({.BT = kTokens, .V = kVocabulary, .further = 1}, arithmetic);
+      o.step.grad_tolerance = eps;
+      for (int64_t b = 0; b < kTokens; ++b) {
+        const int64_t t = o.step.target.get_index(b);
+        if (b % 4 == 1) o.set_logit(b, 64 * b, b % 8 == 1 ? NAN : -NAN);
+        if (b % 4 == 2) {
+          for (int64_t v = 0; v < kVocabulary; ++v) {
+            o.set_logit(b, v, v == t ? 50.0 + 5.0 * b : static_cast<double>(v % 7) / 4);
+          }
+        }
+      }
+      const StepResult got = sparse(o.step);
+      const StepResult exactly = exact(o.step);
+      for (int64_t b = 0; b < kTokens; ++b) {
+        if (b % 4 == 1 || b % 4 == 2) {
+          EXPECT_EQ(got.gradients.grad_input->row_bits(b),
+                    exactly.gradients.grad_input->row_bits(b))
+              << b << " with " << eps;
+        }
+      }
+    }
+  }
+}
+
+// Statistics that a caller gives and that are no statistics lead where they lead without a
+// tolerance; no row is left unwritten.
+TEST_P(SparseGradient, StatisticsThatAreNoneAreTreatedExactly) {
+  for (const int64_t V : {500, 4096}) {
+    OneHot o = one_hot_input({.BT = 8, .V = V, .further = 1}, all_arithmetics()[0]);
+    o.step.grad_tolerance = 0x1p-7f;
+    const StepResult one = sparse(o.step);
+    GradientCase g = gradient_case_of(o.step, &one);
+    g.logits_max.set(1, NAN);
+    g.sum_exp_logits.set(2, NAN);
+    g.sum_exp_logits.set(3, 0.0);
+    const GradientResult got = run_gradient(g, options());
+    g.grad_tolerance = 0;
+    const GradientResult exactly = run_gradient(g, options());
+    for (const int64_t b : {1, 2, 3}) {
+      for (int64_t h = 0; h < got.grad_input->cols(); ++h) {
+        const double a = got.grad_input->get(b, h), z = exactly.grad_input->get(b, h);
+        EXPECT_TRUE(a == z || (std::isnan(a) && std::isnan(z))) << V << " " << b << " " << h;
+      }
+    }
+  }
+}
+
 // Rows of every kind beside each other: none of them moves another.
 TEST_P(SparseGradient, RowsOfEveryKind) {
   for (const Arithmetic& arithmetic : all_arithmetics()) {
