@@ -4,6 +4,15 @@
 #include <cstdlib>
 #include <new>
 
+#include "tests/support/sanitizers.h"
+
+// The other sanitizers' operator new stands in the same place, and is not weak.
+#if LOGITLESS_SANITIZED && !defined(LOGITLESS_ADDRESS_SANITIZED)
+#define LOGITLESS_REPLACES_NEW 0
+#else
+#define LOGITLESS_REPLACES_NEW 1
+#endif
+
 namespace {
 
 struct State {
@@ -13,6 +22,7 @@ struct State {
 };
 thread_local State state;
 
+#if LOGITLESS_REPLACES_NEW
 void* allocate(size_t bytes, size_t alignment) {
   if (state.armed && bytes >= state.bytes && state.before-- == 0) throw std::bad_alloc();
   // aligned_alloc wants a multiple of the alignment.
@@ -23,9 +33,11 @@ void* allocate(size_t bytes, size_t alignment) {
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
+#endif
 
 }  // namespace
 
+#if LOGITLESS_REPLACES_NEW
 void* operator new(size_t bytes) { return allocate(bytes, 0); }
 void* operator new(size_t bytes, std::align_val_t alignment) {
   return allocate(bytes, static_cast<size_t>(alignment));
@@ -53,8 +65,11 @@ void operator delete(void* memory, std::align_val_t, const std::nothrow_t&) noex
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
+#endif
 
 namespace logitless::train_lm::test {
+
+bool failing_new_available() { return LOGITLESS_REPLACES_NEW; }
 
 FailingNew::FailingNew(int64_t before, size_t bytes) {
   state = {.armed = true, .before = before, .bytes = bytes};

@@ -8,7 +8,9 @@ namespace logitless::train_lm::test {
 
 // While one lives, operator new throws std::bad_alloc once on this thread: for the allocation of at
 // least `bytes` that `before` others came before. failing_new.cc replaces the program's operator
-// new.
+// new; ThreadSanitizer's cannot be replaced, and failing_new_available() says so.
+bool failing_new_available();
+
 class FailingNew {
  public:
   FailingNew(int64_t before, size_t bytes);

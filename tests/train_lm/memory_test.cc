@@ -22,6 +22,7 @@ namespace {
 
 using test::FailingNew;
 
+constexpr const char* kNoFailingNew = "this sanitizer's operator new cannot be replaced";
 constexpr size_t kLarge = 16384;  // plans and agreements are smaller, no part of the model is
 
 using Work = std::function<void(Communicator& communicator, const std::function<void()>& arm)>;
@@ -69,6 +70,7 @@ Options options_of_large_parts() {
 }
 
 TEST(Memory, ARankThatHasTooLittleForTheModelEndsAllRanks) {
+  if (!test::failing_new_available()) GTEST_SKIP() << kNoFailingNew;
   const Text text = test::small_text();
   const Options options = options_of_large_parts();
   for (const int ranks : {1, 3}) {
@@ -95,6 +97,7 @@ TEST(Memory, ARankThatHasTooLittleForTheModelEndsAllRanks) {
 }
 
 TEST(Memory, ARankThatHasTooLittleForACheckpointEndsAllRanks) {
+  if (!test::failing_new_available()) GTEST_SKIP() << kNoFailingNew;
   const cli::test::Scratch scratch;
   const std::string path = scratch.path("run.safetensors");
   const Text text = test::small_text();
