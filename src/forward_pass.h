@@ -65,6 +65,7 @@ class ForwardPass {
     const uint32_t* vocab_hash = nullptr;  // of every column, up to whole segments
     const SparseTail* tails = nullptr;     // of every token; null: thresholds that always hold
     double sample_stride = 0;
+    double share = 1;         // of the vocabulary, what is here
     float* values = nullptr;  // of all threads, per_thread elements each
     uint8_t* columns = nullptr;
     int64_t per_thread = 0;
@@ -123,8 +124,9 @@ class ForwardPass {
     if (collect_.tails != nullptr) {
       const SparseTail& tail = collect_.tails[b];
       const double scale = std::exp(static_cast<double>(reference - tail.reference));
-      const double guess =
-          tail.guess(rest * scale, seen, collect_.tolerance, collect_.sample_stride) / scale;
+      const double guess = tail.guess(rest * scale, seen * collect_.share, collect_.tolerance,
+                                      collect_.sample_stride) /
+                           scale;
       if (std::isfinite(guess)) threshold = std::max(threshold, guess);
     }
     // Half of it, for the row's own is a power of two; and a little for the roundings.

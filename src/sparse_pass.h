@@ -78,6 +78,7 @@ class SparsePass {
     collect_ = {.tolerance = p_.tolerance,
                 .vocab_hash = region<uint32_t>(p_.vocab_hash),
                 .sample_stride = static_cast<double>(p_.sample_stride),
+                .share = p_.share(),
                 .values = region<float>(p_.values),
                 .columns = region<uint8_t>(p_.columns),
                 .used = region<int64_t>(p_.used),
@@ -86,30 +87,27 @@ class SparsePass {
 
   // False when the call is to be left. `count` rows have a gradient.
   bool work(const Team& team, int64_t count) {
-    if (team.rank() == 0) {  // perhaps fewer threads than planned: they share what is there
-      collect_.per_thread = p_.target.threads * p_.thread_capacity / team.size();
-      certain_rows_ = p_.certain_rows(team.size());
-    }
-    const uint64_t seed = cpu::vocab_seed(seed_);
-    const Range columns = team.part(p_.segments() * cpu::kSegmentColumns);
-    for (int64_t v = columns.begin; v < columns.end; ++v) {
-      region<uint32_t>(p_.vocab_hash)[v] = cpu::hash_of(seed, vocab_start_ + v);
-    }
-    team.barrier();
+    begin(team);
     if (p_.sample_stride > 0) look_at_sample(team, count);
     if (stop_.leave_together(team)) return false;
-    if (team.rank() == 0) {  // the sparse ones, still ascending
-      sparse_ = 0;
-      for (int64_t i = 0; i < count; ++i) {
-        if (kinds_[rows_[i]] == RowKind::sparse) rows_[sparse_++] = rows_[i];
-      }
-    }
+    if (team.rank() == 0) list_sparse(count);
     team.barrier();
     for (int64_t g0 = 0; g0 < sparse_; g0 += p_.group_rows) {
       const int64_t rows = std::min(p_.group_rows, sparse_ - g0);
       if (!one_group(team, g0, rows)) return false;
     }
     return true;
+  }
+
+  // Before anything else.
+  void begin(const Team& team) {
+    if (team.rank() == 0) certain_rows_ = p_.certain_rows(team.size());
+    const uint64_t seed = cpu::vocab_seed(seed_);
+    const Range columns = team.part(p_.segments() * cpu::kSegmentColumns);
+    for (int64_t v = columns.begin; v < columns.end; ++v) {
+      region<uint32_t>(p_.vocab_hash)[v] = cpu::hash_of(seed, vocab_start_ + v);
+    }
+    team.barrier();
   }
 
   // After work(): rows that were not left to the exact pass, and what of them was kept.
@@ -150,68 +148,76 @@ class SparsePass {
   // The rule about expected numbers, by every sample_stride'th column, relative to the sum without
   // the target: the row's own business, whatever tokens, limits and threads it comes with.
   void look_at_sample(const Team& team, int64_t count) {
+    pack_sample(team);
+    over_sample(team, {0, count}, [&](int64_t i, float* logits) {
+      const int64_t b = rows_[i];
+      const float max = sampled_max(logits, b);
+      const Sample s = std::isfinite(max) ? sample_of(logits, max) : Sample{};
+      if (is_flat(b, max, s)) kinds_[b] = RowKind::dense;
+    });
+  }
+
+ public:
+  // ---- the same in steps, for ranks ------------------------------------------------------------
+
+  void pack_sample(const Team& team) {
     const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
     const int64_t n = p_.sample_rows();
-    const int64_t v_panels = ceil_div(n, g_.nr);
-    const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
     auto* weight = region<float>(p_.values);
-    const Range mine = team.part(v_panels);
+    const Range mine = team.part(ceil_div(n, g_.nr));
     for (int64_t i = mine.begin; i < mine.end && !stop_.requested(); ++i) {
       int64_t index[64];
       const auto columns = static_cast<int>(std::min<int64_t>(g_.nr, n - i * g_.nr));
-      for (int c = 0; c < columns; ++c) index[c] = (i * g_.nr + c) * p_.sample_stride;
+      for (int c = 0; c < columns; ++c) {
+        index[c] = p_.sample_first() + (i * g_.nr + c) * p_.sample_stride;
+      }
       pack_row_panel(p_.target, {in_.weight, index}, 0, columns, g_.nr, weight + i * units * g_.nr);
     }
     team.barrier();
+  }
+
+  // Calls body(i, logits) for the rows [begin, end) of those with a gradient, in tiles.
+  template <class Body>
+  void over_sample(const Team& team, const Range& of, const Body& body) {
+    const int64_t units = ceil_div(p_.shape.H, g_.k_unit);
+    const int64_t v_panels = ceil_div(p_.sample_rows(), g_.nr);
+    const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
+    const auto* weight = region<float>(p_.values);
     float* input = scratch<float>(team);
     float* tiles = scratch<float>(team, round_up(units * g_.mr * 4, kAlignment));
-    const Panels panels(count, g_.mr);
+    const Panels panels(of.size(), g_.mr);
     const Range share = team.part(panels.count);
     for (int64_t a = share.begin; a < share.end && !stop_.requested(); ++a) {
-      const int64_t* rows = rows_ + panels.begin(a);
-      pack_row_panel(p_.target, {in_.input, rows}, 0, panels.size(a), g_.mr, input);
+      const int64_t first = of.begin + panels.begin(a);
+      pack_row_panel(p_.target, {in_.input, rows_ + first}, 0, panels.size(a), g_.mr, input);
       for (int64_t v = 0; v < v_panels; ++v) {
         g_.tile(Panels::tile_rows(panels.size(a)), input, weight + v * units * g_.nr, units,
                 tiles + v * tile_floats, false,
                 {input, weight + (v + 1) * units * g_.nr, g_.nr * 4});
       }
-      for (int r = 0; r < panels.size(a); ++r) {
-        if (is_flat(tiles + r * g_.nr, rows[r])) kinds_[rows[r]] = RowKind::dense;
-      }
+      for (int r = 0; r < panels.size(a); ++r) body(first + r, tiles + r * g_.nr);
     }
     team.barrier();
   }
 
-  // The row's tail, and whether it is flat. The sample may miss its largest values; the sum it then
-  // leads to is helped by that of a normal distribution with the sample's moments.
-  bool is_flat(float* row, int64_t b) const {
-    const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
-    const int64_t n = p_.sample_rows();
-    const int64_t target = integer_at(in_.target, b) - in_.vocab_start_index;
-    const auto over_panels = [&](const auto& body) {
-      for (int64_t v0 = 0; v0 < n; v0 += g_.nr) {
-        body(row + v0 / g_.nr * tile_floats, std::min<int64_t>(g_.nr, n - v0), v0);
-      }
-    };
+  // The largest but for the target's, which becomes -inf.
+  float sampled_max(float* logits, int64_t b) const {
+    const int64_t target = integer_at(in_.target, b) - in_.vocab_start_index - p_.sample_first();
     float max = -std::numeric_limits<float>::infinity();
-    over_panels([&](float* x, int64_t columns, int64_t v0) {
+    over_panels(logits, [&](float* x, int64_t columns, int64_t v0) {
       for (int64_t c = 0; c < columns; ++c) {
         if ((v0 + c) * p_.sample_stride == target) x[c] = -std::numeric_limits<float>::infinity();
         max = std::max(max, x[c]);
       }
     });
-    SparseTail& tail = region<SparseTail>(p_.tails)[b];
-    tail = {};
-    if (!std::isfinite(max)) {  // nothing to tell by: thresholds that always hold
-      tail.reference = std::numeric_limits<float>::quiet_NaN();
-      return false;
-    }
-    tail.reference = max;
+    return max;
+  }
+
+  // Relative to a finite maximum; the target's logit is -inf.
+  Sample sample_of(float* logits, float max) const {
     constexpr float kLowest = -100.0f;  // of no weight, and no part of the moments
-    double moments[2] = {};
-    int number = 0;
-    SampledRow sample;
-    over_panels([&](float* x, int64_t columns, int64_t) {
+    Sample s;
+    over_panels(logits, [&](float* x, int64_t columns, int64_t) {
       float first = 0;
       float second = 0;
       for (int64_t c = 0; c < columns; ++c) {
@@ -219,60 +225,133 @@ class SparsePass {
         const float d = x[c] < kLowest ? 0.0f : x[c];  // also the target
         first += d;
         second += d * d;
-        number += x[c] < kLowest ? 0 : 1;
+        s.number += x[c] < kLowest ? 0 : 1;
       }
-      moments[0] += static_cast<double>(first);
-      moments[1] += static_cast<double>(second);
+      s.moments[0] += static_cast<double>(first);
+      s.moments[1] += static_cast<double>(second);
       k_.exp(x, columns, x);
-      for (int64_t c = 0; c < columns; ++c) sample.add(x[c]);
+      for (int64_t c = 0; c < columns; ++c) s.row.add(x[c]);
     });
-    const auto each = static_cast<double>(p_.sample_stride);
-    tail = sample.tail(max, each);
-    const double mean = moments[0] / number;
-    const double variance = moments[1] / number - mean * mean;
-    const double normal = static_cast<double>(p_.shape.V) * std::exp(mean + 0.5 * variance);
-    const double rest = std::max(each * sample.sum(), std::min(normal, 1e30));
-    return sample.expected(rest, p_.tolerance, each) > most_kept();
+    return s;
   }
-  double most_kept() const { return SparsePlanData::kDenseShare * static_cast<double>(p_.shape.V); }
+
+  // The row's tail, and whether it is flat. The sample may miss its largest values; the sum it then
+  // leads to is helped by that of a normal distribution with the sample's moments.
+  bool is_flat(int64_t b, float max, const Sample& s) const {
+    SparseTail& tail = region<SparseTail>(p_.tails)[b];
+    tail = {};
+    if (!std::isfinite(max)) {  // nothing to tell by: thresholds that always hold
+      tail.reference = std::numeric_limits<float>::quiet_NaN();
+      return false;
+    }
+    const auto each = static_cast<double>(p_.sample_stride);
+    const auto V = static_cast<double>(p_.vocabulary);
+    tail = s.row.tail(max, each);
+    const auto number = static_cast<double>(s.number);
+    const double mean = s.moments[0] / number;
+    const double variance = s.moments[1] / number - mean * mean;
+    const double normal = V * std::exp(mean + 0.5 * variance);
+    const double rest = std::max(each * s.row.sum(), std::min(normal, 1e30));
+    return s.row.expected(rest, p_.tolerance, each) > most_kept();
+  }
+
+  // How many of the `count` are not flat, which then lead the list, ascending.
+  int64_t list_sparse(int64_t count) {
+    sparse_ = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      if (kinds_[rows_[i]] == RowKind::sparse) rows_[sparse_++] = rows_[i];
+    }
+    return sparse_;
+  }
+
+ private:
+  template <class Body>
+  void over_panels(float* logits, const Body& body) const {
+    const int64_t tile_floats = int64_t{g_.mr} * g_.nr;
+    const int64_t n = p_.sample_rows();
+    for (int64_t v0 = 0; v0 < n; v0 += g_.nr) {
+      body(logits + v0 / g_.nr * tile_floats, std::min<int64_t>(g_.nr, n - v0), v0);
+    }
+  }
+  double most_kept() const {
+    return SparsePlanData::kDenseShare * static_cast<double>(p_.vocabulary);
+  }
 
   // ---- a group of rows -------------------------------------------------------------------------
 
   bool one_group(const Team& team, int64_t g0, int64_t rows) {
-    auto* pending = region<int64_t>(p_.pending);
     for (int64_t r0 = 0; r0 < rows; r0 += p_.block_rows()) {
       const int64_t n = std::min(p_.block_rows(), rows - r0);
-      if (team.rank() == 0) {
-        for (int64_t r = 0; r < n; ++r) region<int64_t>(p_.block)[r] = r0 + r;
-      }
+      if (team.rank() == 0) list_block(r0, n);
       if (!one_block(team, g0, n, p_.sample_stride > 0)) return false;
     }
     // Once more those whose candidates did not fit, or whose threshold was guessed too high: so few
     // that everything fits, by thresholds that always hold.
-    if (team.rank() == 0) {
-      pending_ = 0;
-      for (int64_t r = 0; r < rows; ++r) {
-        if (kinds_[rows_[g0 + r]] == RowKind::pending) pending[pending_++] = r;
-      }
-    }
+    if (team.rank() == 0) list_pending(g0, rows);
     team.barrier();
     const int64_t few = std::min(certain_rows_, p_.block_rows());
     for (int64_t i0 = 0; i0 < pending_; i0 += few) {
       const int64_t n = std::min(few, pending_ - i0);
-      if (team.rank() == 0) std::copy(pending + i0, pending + i0 + n, region<int64_t>(p_.block));
+      if (team.rank() == 0) take_pending(i0, n);
       if (!one_block(team, g0, n, false)) return false;
     }
-    if (out_.grad_weight) add_grad_weight(team, g0, rows);
-    if (team.rank() == 0) {
-      const int32_t* end = region<int32_t>(p_.kept_begin) + p_.vocab_blocks() * p_.group_rows;
-      for (int64_t r = 0; r < rows; ++r) kept_ += end[r];
-    }
+    end_group(team, g0, rows);
     return !stop_.leave_together(team);
   }
 
   // The rows of the group whose numbers stand in `block`.
   bool one_block(const Team& team, int64_t g0, int64_t n, bool guess) {
+    forward_block(team, g0, n, guess);
+    if (stop_.leave_together(team)) return false;
+    settle(team, g0, n);
+    team.barrier();
+    if (out_.grad_input) add_grad_input(team, g0, n);
+    return !stop_.leave_together(team);
+  }
+
+ public:
+  // ---- the same in steps, for ranks ------------------------------------------------------------
+
+  int64_t certain_rows() const { return certain_rows_; }
+  const ForwardPass& forward() const { return forward_; }
+
+  // Rows [r0, r0 + n) of the group become the block.
+  void list_block(int64_t r0, int64_t n) {
+    for (int64_t r = 0; r < n; ++r) region<int64_t>(p_.block)[r] = r0 + r;
+  }
+  // Rows of the group to be done again; returns how many.
+  int64_t list_pending(int64_t g0, int64_t rows) {
+    pending_ = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      if (kinds_[rows_[g0 + r]] == RowKind::pending) region<int64_t>(p_.pending)[pending_++] = r;
+    }
+    return pending_;
+  }
+  // Of them [i0, i0 + n) become the block.
+  void take_pending(int64_t i0, int64_t n) {
+    const auto* pending = region<int64_t>(p_.pending);
+    std::copy(pending + i0, pending + i0 + n, region<int64_t>(p_.block));
+  }
+
+  // What is kept of the group is complete.
+  void end_group(const Team& team, int64_t g0, int64_t rows) {
+    if (out_.grad_weight) add_grad_weight(team, g0, rows);
+    if (team.rank() != 0) return;
+    const int32_t* end = region<int32_t>(p_.kept_begin) + p_.vocab_blocks() * p_.group_rows;
+    for (int64_t r = 0; r < rows; ++r) kept_ += end[r];
+  }
+
+  // Row r of the group is left to the exact pass after all.
+  void drop(int64_t g0, int64_t r) {
+    kinds_[rows_[g0 + r]] = RowKind::dense;
+    keep_nothing(r);
+  }
+
+  // The forward of the block, with its candidates.
+  void forward_block(const Team& team, int64_t g0, int64_t n, bool guess) {
     if (team.rank() == 0) {
+      // Perhaps fewer threads than planned: they share what is there.
+      collect_.per_thread = p_.target.threads * p_.thread_capacity / team.size();
       collect_.tails = guess ? region<SparseTail>(p_.tails) : nullptr;
       forward_.set_collect(collect_);
     }
@@ -295,13 +374,64 @@ class SparsePass {
         team.rank() * collect_.per_thread;
     team.barrier();
     forward_.one_block(team, n);
-    if (stop_.leave_together(team)) return false;
-    settle(team, g0, n);
-    team.barrier();
-    if (out_.grad_input) add_grad_input(team, g0, n);
-    return !stop_.leave_together(team);
   }
 
+  // After the forward the statistics of all ranks took the place of this one's. What this rank says
+  // of the block's rows, a record of record_bytes() each; late: rows that did not fit somewhere.
+  bool fits(int64_t r) const {
+    const auto* chunks = region<cpu::Chunk>(p_.chunks) + r * p_.segments();
+    return std::none_of(chunks, chunks + p_.segments(), [](const cpu::Chunk& chunk) {
+      return chunk.count == cpu::Collector::kDidNotFit;
+    });
+  }
+  int64_t record_bytes() const { return p_.record_bytes(); }
+  void write_records(const Team& team, int64_t g0, int64_t n, const uint8_t* late,
+                     std::byte* records) {
+    over_settling(team, n, [&](Settling* rows, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) begin_row(rows[i], g0, late[rows[i].r] == 0);
+      add_to_bins(rows, count);
+      for (int64_t i = 0; i < count; ++i) {
+        const Settling& x = rows[i];
+        const Record record(p_, records + x.r * record_bytes());
+        *record.complete = x.complete > 0 ? static_cast<double>(x.complete) : 0.0;
+        x.bins.read(SoftmaxBins::first_level(x.rest, p_.levels()), p_.levels(), record.sums,
+                    record.counts);
+      }
+    });
+  }
+  // What all ranks say of them: everyone chooses the same thresholds, and keeps its part.
+  void keep_by_records(const Team& team, int64_t g0, int64_t n, const uint8_t* late,
+                       std::byte* records, int64_t rank_stride, int64_t ranks) {
+    over_settling(team, n, [&](Settling* rows, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) {
+        Settling& x = rows[i];
+        begin_row(x, g0, late[x.r] == 0);
+        if (x.kind != RowKind::sparse) continue;
+        double complete = 0;
+        for (int64_t rank = 0; rank < ranks; ++rank) {
+          const Record record(p_, records + rank * rank_stride + x.r * record_bytes());
+          complete = std::max(complete, *record.complete);
+          x.bins.add(SoftmaxBins::first_level(x.rest, p_.levels()), p_.levels(), record.sums,
+                     record.counts);
+        }
+        choose_threshold(x, complete);
+      }
+      keep(rows, count);
+    });
+  }
+
+  // Rows of grad_input, before other ranks' parts.
+  void add_grad_input(const Team& team, int64_t g0, int64_t n) {
+    // Members share the slices of H, and where there are fewer slices than members, the rows.
+    int64_t lanes = std::min<int64_t>(team.size(), p_.input_slices());
+    while (team.size() % lanes != 0) --lanes;
+    const Range mine = share_of(n, team.size() / lanes, team.rank() / lanes);
+    for (int64_t slice = team.rank() % lanes; slice < p_.input_slices(); slice += lanes) {
+      grad_input_slice(team, g0, mine, slice);
+    }
+  }
+
+ private:
   // ---- settling --------------------------------------------------------------------------------
 
   // A row of the block on its way from candidates to kept elements. Rows are settled in groups, a
@@ -325,59 +455,87 @@ class SparsePass {
   };
   static constexpr int64_t kSettledTogether = SparsePlanData::kSettledTogether;
 
+  // Of a row, what a rank tells the others.
+  struct Record {
+    Record(const SparsePlanData& plan, std::byte* at)
+        : complete(reinterpret_cast<double*>(at)),
+          sums(complete + 1),
+          counts(reinterpret_cast<int32_t*>(sums + plan.levels())) {}
+    double* complete;  // this rank's values are complete from here on
+    double* sums;      // [levels]
+    int32_t* counts;
+  };
+
   // Rows of the block: threshold, kept elements.
   void settle(const Team& team, int64_t g0, int64_t n) {
+    over_settling(team, n, [&](Settling* rows, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) begin_row(rows[i], g0, fits(rows[i].r));
+      add_to_bins(rows, count);
+      for (int64_t i = 0; i < count; ++i) {
+        choose_threshold(rows[i], static_cast<double>(rows[i].complete));
+      }
+      keep(rows, count);
+    });
+  }
+
+  template <class Body>
+  void over_settling(const Team& team, int64_t n, const Body& body) {
     const Range mine = team.part(n);
-    const auto* block = region<int64_t>(p_.block);
     for (int64_t r0 = mine.begin; r0 < mine.end && !stop_.requested(); r0 += kSettledTogether) {
       Settling rows[kSettledTogether];
       const int64_t count = std::min(kSettledTogether, mine.end - r0);
       for (int64_t i = 0; i < count; ++i) {
-        Settling& x = rows[i];
-        x.r = r0 + i;
-        x.kept = block[x.r];
-        x.b = rows_[g0 + x.kept];
-        x.factor = scratch<float>(team) + i * p_.segments();
-        source_.settled(x.b);
-        begin_row(x);
+        rows[i].r = r0 + i;
+        rows[i].factor = scratch<float>(team) + i * p_.segments();
       }
-      for (int64_t s = 0; s < p_.segments(); ++s) {
-        for (int64_t i = 0; i < count; ++i) {
-          fetch_candidates(rows[i], s + 1);
-          if (rows[i].kind == RowKind::sparse) add_to_bins(rows[i], s);
-        }
-      }
-      for (int64_t i = 0; i < count; ++i) choose_threshold(rows[i]);
-      for (int64_t s = 0; s < p_.segments(); ++s) {
-        for (int64_t i = 0; i < count; ++i) {
-          fetch_candidates(rows[i], s + 1);
-          if (rows[i].kind == RowKind::sparse) thin(rows[i], s);
-        }
-      }
+      body(rows, count);
+    }
+  }
+
+  void add_to_bins(Settling* rows, int64_t count) const {
+    for (int64_t s = 0; s < p_.segments(); ++s) {
       for (int64_t i = 0; i < count; ++i) {
-        kinds_[rows[i].b] = rows[i].kind;
-        int32_t* begin = region<int32_t>(p_.kept_begin) + rows[i].kept;
-        begin[p_.vocab_blocks() * p_.group_rows] = static_cast<int32_t>(rows[i].n);
-        if (rows[i].kind == RowKind::sparse) continue;
-        for (int64_t j = 0; j <= p_.vocab_blocks(); ++j) begin[j * p_.group_rows] = 0;
+        fetch_candidates(rows[i], s + 1);
+        if (rows[i].kind == RowKind::sparse) add_to_bins(rows[i], s);
       }
     }
   }
 
-  void begin_row(Settling& x) const {
+  void keep(Settling* rows, int64_t count) const {
+    for (int64_t s = 0; s < p_.segments(); ++s) {
+      for (int64_t i = 0; i < count; ++i) {
+        fetch_candidates(rows[i], s + 1);
+        if (rows[i].kind == RowKind::sparse) thin(rows[i], s);
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      kinds_[rows[i].b] = rows[i].kind;
+      int32_t* begin = region<int32_t>(p_.kept_begin) + rows[i].kept;
+      begin[p_.vocab_blocks() * p_.group_rows] = static_cast<int32_t>(rows[i].n);
+      if (rows[i].kind != RowKind::sparse) keep_nothing(rows[i].kept);
+    }
+  }
+
+  void keep_nothing(int64_t row_of_group) const {
+    int32_t* begin = region<int32_t>(p_.kept_begin) + row_of_group;
+    for (int64_t j = 0; j <= p_.vocab_blocks(); ++j) begin[j * p_.group_rows] = 0;
+  }
+
+  void begin_row(Settling& x, int64_t g0, bool fits) const {
     const ForwardPlanData& f = p_.forward;
     const int64_t segments = p_.segments();
+    x.kept = region<int64_t>(p_.block)[x.r];
+    x.b = rows_[g0 + x.kept];
+    source_.settled(x.b);
     const float max = block_region<float>(f.run_max)[x.r];
     const float sum = block_region<float>(f.run_sum)[x.r];
     if (!std::isfinite(max) || !std::isfinite(sum) || !(sum > 0)) {
       x.kind = RowKind::dense;
-      return;
-    }
-    x.chunks = region<cpu::Chunk>(p_.chunks) + x.r * segments;
-    for (int64_t s = 0; s < segments; ++s) {
-      if (x.chunks[s].count == cpu::Collector::kDidNotFit) x.kind = RowKind::pending;
+    } else if (!fits) {
+      x.kind = RowKind::pending;
     }
     if (x.kind != RowKind::sparse) return;
+    x.chunks = region<cpu::Chunk>(p_.chunks) + x.r * segments;
     x.row = source_.row(x.b, max, sum);
     x.target = block_region<int64_t>(f.local_target)[x.r];
     x.inv_sum = 1.0f / x.row.sum;
@@ -424,10 +582,9 @@ class SparsePass {
     for (int64_t i = 0; i < count; ++i) x.bins.add(large[i]);
   }
 
-  void choose_threshold(Settling& x) const {
+  void choose_threshold(Settling& x, double complete) const {
     if (x.kind != RowKind::sparse) return;
-    const SoftmaxBins::Threshold threshold =
-        x.bins.threshold(x.rest, p_.tolerance, static_cast<double>(x.complete));
+    const SoftmaxBins::Threshold threshold = x.bins.threshold(x.rest, p_.tolerance, complete);
     x.tau = threshold.tau;
     if (x.tau == 0.0f) {  // guessed too high; or, without a guess, too little rest to choose from
       x.kind = collect_.tails != nullptr ? RowKind::pending : RowKind::dense;
@@ -524,16 +681,6 @@ class SparsePass {
         row = gathered_row(team);
       }
       k_.pack_for_sums(p_.target.source, &row, 1, columns, panel + i * bytes);
-    }
-  }
-
-  // Members share the slices of H, and where there are fewer slices than members, the rows.
-  void add_grad_input(const Team& team, int64_t g0, int64_t n) {
-    int64_t lanes = std::min<int64_t>(team.size(), p_.input_slices());
-    while (team.size() % lanes != 0) --lanes;
-    const Range mine = share_of(n, team.size() / lanes, team.rank() / lanes);
-    for (int64_t slice = team.rank() % lanes; slice < p_.input_slices(); slice += lanes) {
-      grad_input_slice(team, g0, mine, slice);
     }
   }
 

@@ -24,7 +24,7 @@ int64_t lay_out(SparsePlanData& p) {
   f.chunk_segments = std::max<int64_t>(1, p.segments());
   f.collects = true;
 
-  const double expected = SparsePlanData::kDenseShare * static_cast<double>(V);
+  const double expected = SparsePlanData::kDenseShare * static_cast<double>(p.vocabulary);
   const auto most = static_cast<int64_t>(expected + 8 * std::sqrt(expected)) + 64;
   p.row_capacity = std::min(V, most) + 1 + SparsePlanData::kRoom;
   // A fifth of the block's elements, and everything of a few rows in any case.
@@ -42,7 +42,7 @@ int64_t lay_out(SparsePlanData& p) {
   };
   p.input_slice = slice(320);
   const int64_t most_segments =
-      std::min(p.segments(), SparsePlanData::kMostSorted / cpu::kSegmentColumns);
+      std::clamp<int64_t>(p.segments(), 1, SparsePlanData::kMostSorted / cpu::kSegmentColumns);
   p.block_segments = std::clamp<int64_t>(cache / (p.input_slice * element * cpu::kSegmentColumns),
                                          1, most_segments);
   // As many as usually have room for their entries, of a twenty-fifth.
@@ -112,8 +112,8 @@ bool choose_sparse(SparsePlanData& p, int64_t limit_bytes, int64_t& least_bytes)
   const int64_t BT = std::max<int64_t>(1, p.shape.BT);
   const int64_t row_bytes = std::max<int64_t>(1, ceil_div(p.shape.H, g.k_unit) * 4);
   const int64_t most = std::clamp<int64_t>(kMostBytes / row_bytes, g.mr, kMostTokens);
-  if (p.shape.V >= 32 * kSampleShare) {
-    p.sample_stride = std::max(kSampleShare, ceil_div(p.shape.V, kSampleRows));
+  if (p.vocabulary >= 32 * kSampleShare) {
+    p.sample_stride = std::max(kSampleShare, ceil_div(p.vocabulary, kSampleRows));
   }
   least_bytes = INT64_MAX;
   // The fewest groups, then the longest blocks.
@@ -142,6 +142,7 @@ template <class Types>
 SparsePlanData begin_sparse(const Shape& shape, const Types& types, const Target& target) {
   SparsePlanData p;
   p.shape = shape;
+  p.vocabulary = shape.V;
   p.target = target;
   p.tolerance = static_cast<double>(types.grad_tolerance);
   p.grad_input = types.grad_input;

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "plan.h"
+#include "sparse_rule.h"
 
 namespace logitless {
 inline namespace LOGITLESS_ABI_NAMESPACE {
@@ -16,6 +17,10 @@ struct SparsePlanData {
   Shape shape;
   Target target;
   double tolerance = 0;
+  // Of a vocabulary split over ranks shape has this rank's rows, from vocab_start on.
+  bool split = false;
+  int64_t vocabulary = 0;  // of all ranks
+  int64_t vocab_start = 0;
   std::optional<GradientOutput> grad_input, grad_weight;
   // Of a block of rows; collects candidates.
   ForwardPlanData forward;
@@ -29,6 +34,13 @@ struct SparsePlanData {
   int64_t row_capacity = 0;
   static constexpr int64_t kRoom = cpu::kSegmentColumns + 32;
   int64_t most_kept_of_row() const { return row_capacity - kRoom; }
+  // Of what ranks tell each other of a row: levels of softmax values, bytes.
+  int levels() const { return SoftmaxBins::levels(tolerance); }
+  int64_t record_bytes() const { return round_up(8 + levels() * (8 + 4), 8); }
+  // Of the vocabulary, this rank's.
+  double share() const {
+    return static_cast<double>(shape.V) / static_cast<double>(std::max<int64_t>(1, vocabulary));
+  }
   static constexpr int64_t kSettledTogether = 16;  // rows
   int64_t thread_capacity = 0;                     // candidates that a thread collects of a block
   // Segments that one thread takes at most: of each of the four rounds one more than its share.
@@ -40,11 +52,17 @@ struct SparsePlanData {
   // as were planned.
   int64_t certain_rows(int64_t threads) const {
     const int64_t capacity = target.threads * thread_capacity / threads - kSlack;
-    return std::max<int64_t>(1, capacity / (most_segments(threads) * cpu::kSegmentColumns));
+    const int64_t of_a_row = std::max<int64_t>(1, most_segments(threads)) * cpu::kSegmentColumns;
+    return std::max<int64_t>(1, capacity / of_a_row);
   }
   // Every so many vocabulary rows one is looked at beforehand; 0: none.
   int64_t sample_stride = 0;
-  int64_t sample_rows() const { return sample_stride == 0 ? 0 : ceil_div(shape.V, sample_stride); }
+  // The first is that of a global id.
+  int64_t sample_first() const { return round_up(vocab_start, sample_stride) - vocab_start; }
+  int64_t sample_rows() const {
+    if (sample_stride == 0) return 0;
+    return ceil_div(std::max<int64_t>(0, shape.V - sample_first()), sample_stride);
+  }
   // More than this expected share of a row kept, by the whole row or, beforehand, by the sample: it
   // is treated densely. Beyond what pays (some 13 %), so that a few such rows among many need not
   // bring the exact pass along.

@@ -28,6 +28,28 @@ class SoftmaxBins {
     ++count_[k];
   }
 
+  // The bins that say something about a row of this rest, as ranks tell each other: no value is
+  // above the first of them, no threshold below the last.
+  static int levels(double tolerance) {
+    return static_cast<int>(std::ceil(-2 * std::log2(tolerance))) + 4;
+  }
+  static int first_level(double rest, int levels) {
+    const int bin = 127 - static_cast<int>(std::bit_cast<uint32_t>(static_cast<float>(rest)) >> 23);
+    return std::clamp(bin - 1, 0, kBins - levels);
+  }
+  void read(int first, int levels, double* sums, int32_t* counts) const {
+    for (int k = 0; k < levels; ++k) {
+      sums[k] = sum_[first + k];
+      counts[k] = static_cast<int32_t>(count_[first + k]);
+    }
+  }
+  void add(int first, int levels, const double* sums, const int32_t* counts) {
+    for (int k = 0; k < levels; ++k) {
+      sum_[first + k] += sums[k];
+      count_[first + k] += counts[k];
+    }
+  }
+
   struct Threshold {
     float tau;        // a power of two, at most 1
     double expected;  // number of elements kept
@@ -91,6 +113,13 @@ class SampledRow {
     at_level_[level] += static_cast<double>(e);
     ++count_[level];
   }
+  void add(const SampledRow& other) {
+    sum_ += other.sum_;
+    for (int k = 0; k < SparseTail::kLevels; ++k) {
+      at_level_[k] += other.at_level_[k];
+      count_[k] += other.count_[k];
+    }
+  }
   double sum() const { return sum_; }
 
   // Each value stands for `each`.
@@ -127,7 +156,20 @@ class SampledRow {
  private:
   double sum_ = 0;
   double at_level_[SparseTail::kLevels] = {};
-  int64_t count_[SparseTail::kLevels] = {};
+  int32_t count_[SparseTail::kLevels] = {};
+};
+
+// All that is asked about a sample.
+struct Sample {
+  SampledRow row;
+  double moments[2] = {};  // of the logits relative to the largest, but for those of no weight
+  int64_t number = 0;      // of the same
+
+  void add(const Sample& other) {
+    row.add(other.row);
+    for (int i : {0, 1}) moments[i] += other.moments[i];
+    number += other.number;
+  }
 };
 
 // The least threshold any values lead to: what has to be known of a row.
