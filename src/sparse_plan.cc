@@ -103,18 +103,31 @@ void set_block(SparsePlanData& p, int64_t rows) {
 
 }  // namespace
 
-bool choose_sparse(SparsePlanData& p, int64_t limit_bytes, int64_t& least_bytes) {
+namespace {
+
+// Of a block.
+int64_t most_rows(const SparsePlanData& p) {
   constexpr int64_t kMostTokens = 1024;             // their tiles of a segment: 1 MiB a thread
   constexpr int64_t kMostBytes = int64_t{8} << 20;  // of their packed input
+  const cpu::GemmKernels& g = *p.target.gemm;
+  const int64_t row_bytes = std::max<int64_t>(1, ceil_div(p.shape.H, g.k_unit) * 4);
+  return std::clamp<int64_t>(kMostBytes / row_bytes, g.mr, kMostTokens);
+}
+
+void set_sample(SparsePlanData& p) {
   constexpr int64_t kSampleRows = 1024;
   constexpr int64_t kSampleShare = 64;
-  const cpu::GemmKernels& g = *p.target.gemm;
-  const int64_t BT = std::max<int64_t>(1, p.shape.BT);
-  const int64_t row_bytes = std::max<int64_t>(1, ceil_div(p.shape.H, g.k_unit) * 4);
-  const int64_t most = std::clamp<int64_t>(kMostBytes / row_bytes, g.mr, kMostTokens);
   if (p.vocabulary >= 32 * kSampleShare) {
     p.sample_stride = std::max(kSampleShare, ceil_div(p.vocabulary, kSampleRows));
   }
+}
+
+}  // namespace
+
+bool choose_sparse(SparsePlanData& p, int64_t limit_bytes, int64_t& least_bytes) {
+  const int64_t BT = std::max<int64_t>(1, p.shape.BT);
+  const int64_t most = most_rows(p);
+  set_sample(p);
   least_bytes = INT64_MAX;
   // The fewest groups, then the longest blocks.
   for (int64_t groups = 1;; groups *= 2) {
@@ -152,6 +165,33 @@ SparsePlanData begin_sparse(const Shape& shape, const Types& types, const Target
   p.forward.types.target = types.target;
   return p;
 }
+
+}  // namespace
+
+SparsePlanData begin_split(const Shape& shape, int64_t vocabulary, int64_t vocab_start,
+                           const LossAndGradientTypes& types, const Target& target) {
+  SparsePlanData p = begin_sparse(shape, types, target);
+  if (p.grad_input) p.grad_input = GradientOutput{.dtype = DType::f32};
+  p.vocabulary = vocabulary;
+  p.vocab_start = vocab_start;
+  set_sample(p);
+  return p;
+}
+
+bool set_sparse_choice(SparsePlanData& p, int choice) {
+  const int64_t groups = int64_t{1} << (choice / 8);
+  const int64_t blocks = int64_t{1} << (choice % 8);
+  if (groups > p.shape.BT) return false;
+  p.group_rows = ceil_div(p.shape.BT, groups);
+  if (p.group_rows > SparsePlanData::kMostRows) return false;
+  const int64_t longest = std::min(p.group_rows, most_rows(p));
+  if (blocks > longest) return false;
+  set_block(p, ceil_div(longest, blocks));
+  lay_out(p);
+  return true;
+}
+
+namespace {
 
 Error does_not_fit(int64_t limit_bytes, int64_t least) {
   return Error{ErrorKind::limit_too_small,

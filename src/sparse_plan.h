@@ -18,7 +18,6 @@ struct SparsePlanData {
   Target target;
   double tolerance = 0;
   // Of a vocabulary split over ranks shape has this rank's rows, from vocab_start on.
-  bool split = false;
   int64_t vocabulary = 0;  // of all ranks
   int64_t vocab_start = 0;
   std::optional<GradientOutput> grad_input, grad_weight;
@@ -127,6 +126,15 @@ Result<void> plan_sparse(GradientPlanData& plan, const PlanOptions& options);
 
 // What a limit allows; the least bytes possible where it allows nothing.
 bool choose_sparse(SparsePlanData& plan, int64_t limit_bytes, int64_t& least_bytes);
+
+// A vocabulary split over ranks, of which `shape` has this rank's rows. Blocks and groups must be
+// those of all ranks, so they are chosen among these: the fewest groups, then the longest blocks,
+// come first.
+inline constexpr int kSparseChoices = 64;
+SparsePlanData begin_split(const Shape& shape, int64_t vocabulary, int64_t vocab_start,
+                           const LossAndGradientTypes& types, const Target& target);
+// False where there is no such choice; else workspace_bytes says what it needs.
+bool set_sparse_choice(SparsePlanData& plan, int choice);
 std::string sparse_text(const SparsePlanData& plan);
 
 }  // namespace LOGITLESS_ABI_NAMESPACE

@@ -9,6 +9,7 @@
 #include "logitless/parallel/vocab_parallel.h"
 #include "parallel/agreement.h"
 #include "plan.h"
+#include "sparse_plan.h"
 #include "team.h"
 
 namespace logitless {
@@ -30,6 +31,9 @@ struct VocabParallelPlanData {
   std::string why;
   // One pass: a chunk is a block. The plan's shape is this rank's, its grad_input fp32.
   LossAndGradientPlanData step_plan;
+  // A sparse gradient: rows that are not flat, then those that are, which add to their grad_weight.
+  std::optional<SparsePlanData> sparse;
+  LossAndGradientPlanData after_plan;
   // Recompute: the operators.
   std::optional<ForwardPlan> forward;
   // grad_input of all tokens in fp32, of which one chunk's rows have a gradient at a time. The
@@ -85,17 +89,20 @@ struct VocabParallelPlanData {
   int64_t block[2] = {0, 0}, blocks[2] = {0, 0};  // one rank's; [ranks]
   int64_t target_mask = 0, masked_target = 0;     // packed; [BT] of the target's type
   int64_t logits_max = 0, sum_exp_logits = 0, sum_low = 0, predicted_logits = 0;  // [BT] f32
-  int64_t active = 0;            // [BT] i64: rows with a gradient, ascending
-  int64_t slice_starts = 0;      // [ranks + 1] i64, in `active`
-  int64_t counts = 0;            // [ranks] i64
-  int64_t output_rows = 0;       // [most_chunk_rows()] i64: 0, 1, ...
-  int64_t merged_predicted = 0;  // [most_chunk_rows()] f32
-  int64_t grad = 0;              // [BT] f32, of one chunk
-  int64_t grad_input = 0;        // [BT, H] f32
-  int64_t grad_weight = 0;       // [V of this rank, H] f32
-  int64_t send[2] = {0, 0};      // [most_chunk_rows(), H] f32
-  int64_t received[2] = {0, 0};  // [longest_slice(), H] f32
-  int64_t operators = 0;         // workspace of the operators
+  int64_t active = 0;                           // [BT] i64: rows with a gradient, ascending
+  int64_t slice_starts = 0;                     // [ranks + 1] i64, in `active`
+  int64_t counts = 0;                           // [ranks] i64
+  int64_t output_rows = 0;                      // [most_chunk_rows()] i64: 0, 1, ...
+  int64_t merged_predicted = 0;                 // [most_chunk_rows()] f32
+  int64_t grad = 0;                             // [BT] f32, of one chunk
+  int64_t grad_input = 0;                       // [BT, H] f32
+  int64_t grad_weight = 0;                      // [V of this rank, H] f32
+  int64_t send[2] = {0, 0};                     // [most_chunk_rows(), H] f32
+  int64_t received[2] = {0, 0};                 // [longest_slice(), H] f32
+  int64_t kinds = 0, sparse_rows = 0;           // [BT] RowKind, i64
+  int64_t sparse_block = 0, sparse_blocks = 0;  // one rank's; [ranks]
+  int64_t sampled_max = 0, late = 0;            // of a block, f32, u8
+  int64_t operators = 0;                        // workspace of the operators
   int64_t workspace_bytes = 0;
 };
 

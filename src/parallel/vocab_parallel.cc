@@ -15,6 +15,9 @@
 //               both gradients from the exponentials held; start the sum of grad_input's rows
 //               finish the one before: round, write
 //
+// With a grad_tolerance the rows that are not flat come first (sparse_ranks.h), and one pass does
+// the others.
+//
 // Collectives are called by the caller's thread, between the teams that compute.
 #include "logitless/parallel/vocab_parallel.h"
 
@@ -33,6 +36,8 @@
 #include "one_pass.h"
 #include "parallel/agreement.h"
 #include "parallel/plan.h"
+#include "parallel/rank_statistics.h"
+#include "parallel/sparse_ranks.h"
 #include "step_tokens.h"
 #include "team.h"
 #include "views.h"
@@ -44,6 +49,7 @@ namespace {
 constexpr int64_t kRowsPerThread = 1024;  // fewer rows are not worth waking a thread
 
 std::string real(int64_t bits) { return std::to_string(std::bit_cast<double>(bits)); }
+std::string natural(int64_t bits) { return std::to_string(std::bit_cast<uint64_t>(bits)); }
 std::string integer(int64_t value) { return std::to_string(value); }
 std::string presence(int64_t value) { return value == 0 ? "none" : "one"; }
 
@@ -131,11 +137,14 @@ class VocabParallel {
     if (usable) mine = tokens_.count();
     cancellable_ = cancel_ != nullptr;
     if (!p_.types.agree_in_run) return mine;
-    Hash targets, filter, weights;
+    Hash targets, filter, weights, ids;
+    const bool sparse = p_.types.grad_tolerance > 0;
+    const bool has_ids = sparse && in_.token_ids.has_value();
     for (int64_t b = 0; usable && b < p_.shape.BT; ++b) {
       targets.add(static_cast<uint64_t>(integer_at(in_.target, b)));
       if (in_.rows.counts) filter.add(byte_at(*in_.rows.counts, b) ? 1 : 0);
       if (in_.token_weights) weights.add(std::bit_cast<uint32_t>(f32_at(*in_.token_weights, b)));
+      if (has_ids) ids.add(static_cast<uint64_t>(integer_at(*in_.token_ids, b)));
     }
     const Agreed fields[] = {
         {"plan", p_.id, nullptr},
@@ -149,6 +158,9 @@ class VocabParallel {
         {"token_weights", weights.value(), nullptr},
         {"normalizer", in_.normalizer ? 1 : 0, presence},
         {"normalizer", std::bit_cast<int64_t>(in_.normalizer.value_or(0)), real},
+        {"seed", std::bit_cast<int64_t>(sparse ? in_.seed : uint64_t{0}), natural},
+        {"token_ids", has_ids ? 1 : 0, presence},
+        {"token_ids", ids.value(), nullptr},
     };
     // Where the workspace cannot be used there is a message about it to send.
     const auto ranks = static_cast<size_t>(comm_.size());
@@ -207,6 +219,13 @@ class VocabParallel {
     std::fill(end, block + p_.block_bytes(tokens), std::byte{0});
   }
 
+  // Vectors of every rank's block.
+  auto of_rank(std::byte* blocks, int64_t tokens) const {
+    return [this, blocks, tokens](int64_t r, int64_t vector) {
+      return values(blocks + r * p_.block_bytes(tokens), tokens, vector);
+    };
+  }
+
   Result<void> forward() {
     const int64_t BT = p_.shape.BT;
     auto* block = region<std::byte>(p_.block[0]);
@@ -232,10 +251,11 @@ class VocabParallel {
       std::memcpy(statements + r, blocks + r * bytes, sizeof(Statement));
     }
     if (auto ok = first_error({statements, static_cast<size_t>(p_.ranks)}); !ok) return ok;
-    const Merged merged{region<float>(p_.logits_max), region<float>(p_.sum_exp_logits),
-                        region<float>(p_.sum_low), region<float>(p_.predicted_logits)};
+    const MergedRows merged{region<float>(p_.logits_max), region<float>(p_.sum_exp_logits),
+                            region<float>(p_.sum_low), region<float>(p_.predicted_logits)};
     over_rows(BT, 4 * kRowsPerThread, [&](int64_t begin, int64_t end) {
-      merge(blocks, BT, begin, end, merged, [](int64_t b) { return b; });
+      merge_ranks(p_, in_.target, tokens_, begin, end, merged, of_rank(blocks, BT),
+                  [](int64_t b) { return b; });
     });
     return {};
   }
@@ -246,40 +266,6 @@ class VocabParallel {
             .target = in_.target,
             .vocab_start_index = p_.rows().begin,
             .rows = in_.rows};
-  }
-
-  struct Merged {
-    float* max;
-    float* sum;
-    float* low;
-    float* predicted;
-  };
-  // Rows [begin, end) of every rank's block of `tokens`, in rank order: the same operations on
-  // every rank. Row i is token token_of(i).
-  template <class TokenOf>
-  void merge(std::byte* blocks, int64_t tokens, int64_t begin, int64_t end, const Merged& to,
-             const TokenOf& token_of) const {
-    std::fill(to.max + begin, to.max + end, -std::numeric_limits<float>::infinity());
-    for (float* zeros : {to.sum, to.low, to.predicted}) std::fill(zeros + begin, zeros + end, 0.0f);
-    const auto of_rank = [&](int64_t r, int64_t vector) {
-      return values(blocks + r * p_.block_bytes(tokens), tokens, vector);
-    };
-    for (int64_t r = 0; r < p_.ranks; ++r) {
-      p_.kernels->merge_rows(to.max + begin, to.sum + begin, to.low + begin, of_rank(r, 0) + begin,
-                             of_rank(r, 1) + begin, end - begin);
-    }
-    for (int64_t i = begin; i < end; ++i) to.sum[i] += to.low[i];
-    for (int64_t r = 0; r < p_.ranks; ++r) {
-      const RowRange& owned = p_.cover[static_cast<size_t>(r)];
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t b = token_of(i);
-        const int64_t target = integer_at(in_.target, b);
-        if (target < owned.begin || target >= owned.end || !tokens_.counts(b)) continue;
-        const float local = of_rank(r, 0)[i];
-        // A shard of -inf logits owns the target: with any finite logit elsewhere p is 0.
-        to.predicted[i] = of_rank(r, 2)[i] + (local == to.max[i] ? 0.0f : local - to.max[i]);
-      }
-    }
   }
 
   void write_losses() const {
@@ -344,6 +330,11 @@ class VocabParallel {
     }
   }
 
+  // Its gradient is made here.
+  bool is_active(int64_t b) const {
+    return tokens_.has_gradient(b) && (kinds_ == nullptr || kinds_[b] == RowKind::dense);
+  }
+
   void list_active_rows() {
     if (!p_.gradients()) return;
     int64_t* active = region<int64_t>(p_.active);
@@ -351,7 +342,7 @@ class VocabParallel {
     int64_t rank = 0;
     for (int64_t b = 0; b < p_.shape.BT; ++b) {
       while (rank < p_.ranks && b >= p_.slice_of(rank).begin) starts[rank++] = active_rows_;
-      if (tokens_.has_gradient(b)) active[active_rows_++] = b;
+      if (is_active(b)) active[active_rows_++] = b;
     }
     while (rank <= p_.ranks) starts[rank++] = active_rows_;
     // In one pass a chunk is never longer than its block.
@@ -480,26 +471,12 @@ class VocabParallel {
     const int64_t* active = region<int64_t>(p_.active);
     over_rows(rows.size(), 64, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        add_row(*out_.grad_input, active[rows.begin + i] - first_row, sum.rows + i * p_.shape.H,
-                p_.types.grad_input->accumulate);
+        add_rounded_row(*p_.kernels, *out_.grad_input, active[rows.begin + i] - first_row,
+                        sum.rows + i * p_.shape.H, p_.shape.H, p_.types.grad_input->accumulate);
       }
     });
     sum.chunk = -1;
     return {};
-  }
-
-  // out[row] (+)= values, rounded once.
-  void add_row(const MatrixView& out, int64_t row, const float* values, bool accumulate) const {
-    constexpr int64_t kBlock = 512;
-    alignas(64) float sums[kBlock];
-    for (int64_t h = 0; h < p_.shape.H; h += kBlock) {
-      const int64_t n = std::min(kBlock, p_.shape.H - h);
-      if (accumulate) {
-        load_row(*p_.kernels, out, row, h, n, sums);
-        for (int64_t i = 0; i < n; ++i) sums[i] += values[h + i];
-      }
-      store_row(*p_.kernels, out, row, h, n, accumulate ? sums : values + h);
-    }
   }
 
   void load_grad_weight() const {
@@ -546,7 +523,9 @@ class VocabParallel {
     int64_t region = 0;
   };
 
-  int64_t inactive_rows() const { return tokens_.counting() - active_rows_; }
+  int64_t inactive_rows() const {
+    return tokens_.counting() - (p_.gradients() ? tokens_.weighted() : 0);
+  }
   int64_t gradient_blocks() const { return active_rows_ > 0 ? chunks_ : 0; }
   int64_t blocks() const {
     if (inactive_rows() == 0) return gradient_blocks();
@@ -554,17 +533,24 @@ class VocabParallel {
   }
 
   Result<void> one_pass() {
-    list_active_rows();
     neutral_statistics();
-    if (p_.types.grad_weight && !p_.types.grad_weight->accumulate && active_rows_ == 0) {
+    Stop stop(cancel_);
+    const ForwardOperands operands = forward_operands();
+    if (p_.sparse) {
+      SparseRanks sparse(p_, comm_, in_, operands, out_, tokens_, ws_.data(), stop);
+      if (auto ok = sparse.run(); !ok) return ok;
+      kinds_ = region<RowKind>(p_.kinds);
+      if (sparse.began()) step_ = &p_.after_plan;
+    }
+    list_active_rows();
+    const bool fresh = p_.types.grad_weight && !p_.types.grad_weight->accumulate;
+    if (fresh && active_rows_ == 0 && step_ == &p_.step_plan) {
       over_rows(p_.rows().size(), 64, [&](int64_t begin, int64_t end) {
         for (int64_t v = begin; v < end; ++v) zero_row(*out_.grad_weight, v);
       });
     }
-    Stop stop(cancel_);
-    const LossAndGradientPlanData& plan = p_.step_plan;
+    const LossAndGradientPlanData& plan = *step_;
     std::byte* base = ws_.data() + p_.operators;
-    const ForwardOperands operands = forward_operands();
     const ForwardOutputs statistics{vector(p_.logits_max), vector(p_.sum_exp_logits),
                                     vector(p_.predicted_logits)};
     ForwardPass forwards[2] = {{plan.forward, operands, statistics, base + plan.forward_base, stop},
@@ -622,9 +608,8 @@ class VocabParallel {
 
   static Result<void> cancelled(Stop& stop) {
     if (!stop.requested()) return {};
-    return Error{ErrorKind::cancelled, kCancelled};
+    return Error{ErrorKind::cancelled, kStepCancelled};
   }
-  static constexpr const char* kCancelled = "loss_and_gradient: cancelled";
 
   // Of tokens that do not count.
   void neutral_statistics() const {
@@ -664,7 +649,7 @@ class VocabParallel {
   }
 
   const ForwardPlanData& plan_of(int64_t region) const {
-    const LossAndGradientPlanData& plan = p_.step_plan;
+    const LossAndGradientPlanData& plan = *step_;
     return region == 1 && plan.two_blocks ? plan.next_forward : plan.forward;
   }
 
@@ -695,22 +680,15 @@ class VocabParallel {
     const auto was_cancelled = [&](int64_t r) {
       return blocks[r * p_.block_bytes(rows)] != std::byte{0};
     };
-    int64_t first = 0, count = 0;
-    for (int64_t r = p_.ranks - 1; r >= 0; --r) {
-      if (!was_cancelled(r)) continue;
-      first = r;
-      ++count;
-    }
-    if (count > 0) {
-      const std::string who = count == p_.ranks ? "" : "rank " + integer(first) + ": ";
-      return Error{ErrorKind::cancelled, who + kCancelled};
-    }
+    if (auto ok = cancelled_somewhere(p_.ranks, was_cancelled); !ok) return ok;
     const ForwardPlanData& plan = plan_of(now.region);
     const int64_t* index = forward.region<int64_t>(plan.row_index);
-    const Merged merged{forward.region<float>(plan.run_max), forward.region<float>(plan.run_sum),
-                        forward.region<float>(plan.run_low), region<float>(p_.merged_predicted)};
+    const MergedRows merged{
+        forward.region<float>(plan.run_max), forward.region<float>(plan.run_sum),
+        forward.region<float>(plan.run_low), region<float>(p_.merged_predicted)};
     over_rows(rows, 4 * kRowsPerThread, [&](int64_t begin, int64_t end) {
-      merge(blocks, rows, begin, end, merged, [&](int64_t r) { return index[r]; });
+      merge_ranks(p_, in_.target, tokens_, begin, end, merged, of_rank(blocks, rows),
+                  [&](int64_t r) { return index[r]; });
       for (int64_t r = begin; r < end; ++r) {
         region<float>(p_.logits_max)[index[r]] = merged.max[r];
         region<float>(p_.sum_exp_logits)[index[r]] = merged.sum[r];
@@ -723,7 +701,7 @@ class VocabParallel {
   // Both products of a block, whose grad_input lies where it is sent from.
   void add_gradients(const Ahead& now, const ForwardPass& forward, GradientPass& gradient,
                      Stop& stop) {
-    const LossAndGradientPlanData& plan = p_.step_plan;
+    const LossAndGradientPlanData& plan = *step_;
     if (p_.shape.H == 0) return;
     if (plan.shape.V == 0) {
       if (p_.types.grad_input) {
@@ -758,6 +736,8 @@ class VocabParallel {
   int64_t active_rows_ = 0;
   int64_t chunks_ = 1;
   // One pass.
+  const LossAndGradientPlanData* step_ = &p_.step_plan;
+  const RowKind* kinds_ = nullptr;  // null: no row is sparse
   int64_t inactive_cursor_ = 0;
   GradientPass::Cell cell_;  // what is packed
 };

@@ -10,6 +10,7 @@
 #include "check.h"
 #include "cpu/kernels.h"
 #include "parallel/plan.h"
+#include "parallel/sparse_ranks.h"
 
 namespace logitless {
 inline namespace LOGITLESS_ABI_NAMESPACE {
@@ -58,6 +59,9 @@ std::string strategy_text(int64_t value) {
   }
   return number(value);
 }
+std::string tolerance_text(int64_t bits) {
+  return std::to_string(std::bit_cast<float>(static_cast<int32_t>(bits)));
+}
 std::string rows_text(int64_t value) { return value == 0 ? "all" : "slice"; }
 std::string isa_text(int64_t value) { return name_of(static_cast<Isa>(value)); }
 std::string flag_text(int64_t value) { return value == 0 ? "false" : "true"; }
@@ -70,6 +74,7 @@ std::vector<Agreed> agreed(const Shape& shape, const VocabParallelTypes& types, 
           {"operand", static_cast<int64_t>(types.operand), dtype_text},
           {"multiply", code(types.multiply), dtype_text},
           {"target's dtype", static_cast<int64_t>(types.target), dtype_text},
+          {"grad_tolerance", std::bit_cast<int32_t>(types.grad_tolerance), tolerance_text},
           {"grad_input", code(types.grad_input), output_text},
           {"grad_weight", code(types.grad_weight), output_text},
           {"input_rows", static_cast<int64_t>(types.input_rows), rows_text},
@@ -114,6 +119,10 @@ Result<void> check_arguments(const Shape& shape, const RowRange& rows,
   if (rows.begin < 0 || rows.end < rows.begin || rows.end > shape.V) {
     return invalid("rows are " + range_text(rows) + ", must be a part of [0, V) = [0, " +
                    number(shape.V) + "), empty or not");
+  }
+  if (types.grad_tolerance > 0 && types.strategy == Strategy::recompute) {
+    return invalid("grad_tolerance is " + std::to_string(types.grad_tolerance) +
+                   ", must be 0 with the strategy recompute: a sparse gradient is one pass");
   }
   if (types.chunk_tokens < 0 || types.chunk_tokens % 2 != 0) {
     return invalid("chunk_tokens is " + number(types.chunk_tokens) +
@@ -168,6 +177,10 @@ Result<void> plan_operators(VocabParallelPlanData& p, const PlanOptions& options
 }
 
 int64_t operator_bytes(const VocabParallelPlanData& p) {
+  if (p.one_pass && p.sparse) {
+    return std::max(
+        {p.step_plan.workspace_bytes, p.after_plan.workspace_bytes, p.sparse->workspace_bytes});
+  }
   if (p.one_pass) return p.step_plan.workspace_bytes;
   int64_t bytes = p.forward->workspace_bytes();
   for (const auto* gradient : {&p.first_gradient, &p.next_gradient}) {
@@ -221,8 +234,26 @@ void lay_out(VocabParallelPlanData& p) {
     if (p.types.grad_input) p.grad_input = l.add(BT * row_bytes);
     if (p.sums_grad_weight_apart()) p.grad_weight = l.add(p.rows().size() * row_bytes);
   }
+  if (p.one_pass && p.sparse) {
+    for (auto* statistics : {&p.logits_max, &p.sum_exp_logits, &p.predicted_logits}) {
+      *statistics = l.add(BT * 4);
+    }
+    p.kinds = l.add(BT);
+    p.sparse_rows = l.add(BT * 8);
+    const int64_t rows = p.sparse->block_rows();
+    const int64_t of_a_row = std::max({static_cast<int64_t>(sizeof(Sample)),
+                                       SparseRanks::kVectors * 4, p.sparse->record_bytes()});
+    const int64_t sent =
+        kAlignment + round_up(std::max(rows * of_a_row, p.sparse->group_rows), kAlignment);
+    p.sparse_block = l.add(sent);
+    p.sparse_blocks = l.add(p.ranks * sent);
+    p.sampled_max = l.add(rows * 4);
+    p.late = l.add(rows);
+    p.merged_predicted = l.add(std::max(p.most_chunk_rows(), rows) * 4);
+    if (p.types.grad_input) p.grad_input = l.add(BT * row_bytes);
+  }
   p.operators = l.add(operator_bytes(p));
-  if (p.one_pass) {
+  if (p.one_pass && !p.sparse) {
     p.logits_max = p.operators + p.step_plan.logits_max;
     p.sum_exp_logits = p.operators + p.step_plan.sum_exp_logits;
     p.predicted_logits = p.operators + p.step_plan.predicted_logits;
@@ -283,6 +314,7 @@ void set_blocks(VocabParallelPlanData& p, const Target& target, int64_t blocks,
   step = {};
   step.shape = {p.shape.BT, p.rows().size(), p.shape.H};
   step.types = p.step;
+  step.types.grad_tolerance = 0.0f;
   step.limit_bytes = options.workspace_limit_bytes > 0 ? options.workspace_limit_bytes
                                                        : default_limit(step.shape, step.types);
   if (step.types.grad_input) step.types.grad_input = GradientOutput{.dtype = DType::f32};
@@ -293,6 +325,39 @@ void set_blocks(VocabParallelPlanData& p, const Target& target, int64_t blocks,
     lay_out(p);
     step.limit_bytes -= p.operators;
   }
+  p.after_plan = step;
+  if (step.types.grad_weight) p.after_plan.types.grad_weight->accumulate = true;
+}
+
+// What the least blocks of one pass need, with `blocks` of tokens.
+int64_t least_bytes_of(const VocabParallelPlanData& p, int64_t blocks) {
+  int64_t bytes = least_one_pass_bytes(p.step_plan, p.most_chunk_rows(), blocks);
+  if (!p.sparse) return bytes;
+  return std::max(bytes, least_one_pass_bytes(p.after_plan, p.most_chunk_rows(), blocks));
+}
+
+// Choices of a sparse gradient that fit this rank's limit beside the shortest blocks of one pass;
+// plan.sparse becomes the first of them. Without a limit those that fit the default one, or all.
+Choices fitting_sparse(VocabParallelPlanData& plan, const PlanOptions& options, int64_t& least) {
+  const Target& target = plan.forward->data().target;
+  int64_t blocks = 1;
+  for (int i = 0; i < kOneBlock; ++i) blocks = std::max(blocks, blocks_of_choice(plan, i));
+  Choices fitting = 0, all = 0;
+  for (int i = kSparseChoices - 1; i >= 0; --i) {
+    VocabParallelPlanData p = plan;
+    if (!set_sparse_choice(*p.sparse, i)) continue;
+    all |= Choices{1} << i;
+    set_blocks(p, target, blocks, options);
+    lay_out(p);
+    const bool limited = options.workspace_limit_bytes > 0;
+    const int64_t bytes = p.sparse->workspace_bytes + (limited ? p.operators : 0);
+    const int64_t limit = limited ? options.workspace_limit_bytes : p.step_plan.limit_bytes;
+    least = std::min(least, p.operators + p.sparse->workspace_bytes);
+    if (bytes <= limit) fitting |= Choices{1} << i;
+  }
+  if (fitting == 0 && options.workspace_limit_bytes == 0) fitting = all;
+  if (fitting != 0) set_sparse_choice(*plan.sparse, std::countr_zero(fitting));
+  return fitting;
 }
 
 // The choices that fit this rank's limit; least: what the most frugal of them needs.
@@ -305,7 +370,9 @@ Choices fitting_choices(const VocabParallelPlanData& plan, const PlanOptions& op
     if (blocks == 0) continue;
     VocabParallelPlanData p = plan;
     set_blocks(p, target, blocks, options);
-    const int64_t bytes = least_one_pass_bytes(p.step_plan, p.most_chunk_rows(), blocks);
+    const bool limited = options.workspace_limit_bytes > 0;
+    const int64_t sparse = p.sparse && limited ? p.sparse->workspace_bytes : 0;
+    const int64_t bytes = std::max(least_bytes_of(p, blocks), sparse);
     if (bytes <= p.step_plan.limit_bytes) fitting |= Choices{1} << i;
     lay_out(p);
     least = std::min(least, p.operators + bytes);
@@ -315,32 +382,47 @@ Choices fitting_choices(const VocabParallelPlanData& plan, const PlanOptions& op
 
 // Everything a rank can do by itself; which strategies are open to it.
 Result<Choices> plan_locally(VocabParallelPlanData& p, const RowRange& rows,
-                             const PlanOptions& options) {
+                             const PlanOptions& options, Choices& sparse) {
   if (auto ok = check_arguments(p.shape, rows, p.types, p.step); !ok) return ok.error();
   Choices open = 0;
   const Result<void> recomputed = plan_recompute(p, options);
   if (!recomputed && recomputed.error().kind != ErrorKind::limit_too_small) {
     return recomputed.error();
   }
-  if (p.types.strategy != Strategy::one_pass) {
+  int64_t least = INT64_MAX;
+  const auto too_small = [&](const std::string& what) {
+    return Error{ErrorKind::limit_too_small,
+                 options.workspace_limit_bytes > 0
+                     ? "workspace_limit_bytes is " + number(options.workspace_limit_bytes) +
+                           ", the least possible workspace of " + what + " is " + number(least) +
+                           " bytes"
+                     : "workspace_limit_bytes: " + what +
+                           " does not fit the default limit, the least possible workspace is " +
+                           number(least) + " bytes"};
+  };
+  if (p.types.grad_tolerance > 0 && p.gradients() && p.shape.BT > 0 && p.shape.V > 0 &&
+      p.shape.H > 0) {
+    p.sparse = begin_split({p.shape.BT, rows.size(), p.shape.H}, p.shape.V, rows.begin, p.step,
+                           p.forward->data().target);
+    sparse = fitting_sparse(p, options, least);
+    if (sparse == 0) return too_small("a sparse gradient");
+  } else if (p.types.strategy != Strategy::one_pass) {
     if (recomputed) open |= Choices{1} << kRecompute;
     if (p.types.strategy == Strategy::recompute || !p.gradients()) {
       if (!recomputed) return recomputed.error();
       return open;
     }
   }
-  int64_t least = INT64_MAX;
+  least = INT64_MAX;
   open |= fitting_choices(p, options, least);
   if (open != 0) return open;
+  if (p.sparse) return too_small("a sparse gradient");
   if (p.types.strategy == Strategy::automatic) return recomputed.error();
-  return Error{ErrorKind::limit_too_small,
-               options.workspace_limit_bytes > 0
-                   ? "workspace_limit_bytes is " + number(options.workspace_limit_bytes) +
-                         ", the least possible workspace of one pass is " + number(least) + " bytes"
-                   : "workspace_limit_bytes: one pass does not fit the default limit, the least "
-                     "possible workspace is " +
-                         number(least) + " bytes"};
+  return too_small("one pass");
 }
+
+constexpr const char* kNoCommonBlocks =
+    "workspace_limit_bytes: no blocks of a sparse gradient fit the limits of all ranks";
 
 // The same choice on every rank.
 Result<void> choose(VocabParallelPlanData& p, const std::vector<Choices>& open,
@@ -361,6 +443,7 @@ Result<void> choose(VocabParallelPlanData& p, const std::vector<Choices>& open,
     set_blocks(p, target, blocks, options);
     // Was found to fit, above.
     (void)choose_one_pass_blocks(p.step_plan, p.most_chunk_rows(), blocks);
+    if (p.sparse) (void)choose_one_pass_blocks(p.after_plan, p.most_chunk_rows(), blocks);
     lay_out(p);
     return {};
   }
@@ -394,16 +477,19 @@ Result<VocabParallelPlan> plan_vocab_parallel_linear_cross_entropy(Communicator&
   p.step = {.operand = types.operand,
             .multiply = types.multiply,
             .target = types.target,
+            .grad_tolerance = types.grad_tolerance,
             .grad_input = types.grad_input,
             .grad_weight = types.grad_weight};
   p.cover.resize(static_cast<size_t>(p.ranks));
   p.cover[static_cast<size_t>(p.rank)] = rows;
-  const Result<Choices> choices = plan_locally(p, rows, options);
+  Choices sparse = 0;
+  const Result<Choices> choices = plan_locally(p, rows, options, sparse);
   const Result<void> mine = choices ? Result<void>() : choices.error();
 
   std::vector<Statement> statements(static_cast<size_t>(p.ranks));
   const auto fields = agreed(shape, types, mine ? p.forward->isa() : Isa::scalar);
-  const int64_t own[] = {rows.begin, rows.end, choices ? std::bit_cast<int64_t>(*choices) : 0};
+  const int64_t own[] = {rows.begin, rows.end, choices ? std::bit_cast<int64_t>(*choices) : 0,
+                         std::bit_cast<int64_t>(sparse)};
   if (auto ok = agree(communicator, mine, fields, own, statements); !ok) return ok.error();
   Hash id;
   for (const Agreed& field : fields) id.add(static_cast<uint64_t>(field.value));
@@ -415,8 +501,29 @@ Result<VocabParallelPlan> plan_vocab_parallel_linear_cross_entropy(Communicator&
   if (auto ok = check_cover(p.cover, shape.V); !ok) return ok.error();
   std::vector<Choices> open;
   for (const Statement& s : statements) open.push_back(std::bit_cast<Choices>(s.own[2]));
+  int sparse_choice = 0;
+  if (p.sparse) {
+    Choices common = ~Choices{0};
+    for (const Statement& s : statements) common &= std::bit_cast<Choices>(s.own[3]);
+    if (common == 0) return Error{ErrorKind::limit_too_small, kNoCommonBlocks};
+    sparse_choice = std::countr_zero(common);
+    set_sparse_choice(*p.sparse, sparse_choice);
+  }
   if (auto ok = choose(p, open, options); !ok) return ok.error();
+  if (p.sparse) {
+    // What every rank found to fit may not fit together.
+    const bool fits =
+        options.workspace_limit_bytes == 0 || p.workspace_bytes <= options.workspace_limit_bytes;
+    const Result<void> fitting =
+        fits ? Result<void>()
+             : Error{ErrorKind::limit_too_small, "workspace_limit_bytes is " +
+                                                     number(options.workspace_limit_bytes) +
+                                                     ", the blocks that fit on all ranks need " +
+                                                     number(p.workspace_bytes) + " bytes"};
+    if (auto ok = agree(communicator, fitting, {}, {}, statements); !ok) return ok.error();
+  }
   id.add(static_cast<uint64_t>(p.one_pass ? p.most_chunks : 0));
+  id.add(static_cast<uint64_t>(sparse_choice));
   p.id = id.value() != 0 ? id.value() : 1;
   p.slice = p.slice_of(p.rank);
   return VocabParallelPlan(std::move(data));
@@ -463,6 +570,7 @@ std::string VocabParallelPlan::describe() const {
   if (p.sums_grad_weight_apart()) text += "  grad_weight: summed in fp32 in the workspace\n";
   text += "  workspace: " + number(p.workspace_bytes) + " bytes, of which the operators have " +
           number(operator_bytes(p)) + "\n";
+  if (p.sparse) text += sparse_text(*p.sparse);
   if (p.one_pass) return text + one_pass_text(p.step_plan);
   text += p.forward->describe();
   if (p.first_gradient) text += p.first_gradient->describe();

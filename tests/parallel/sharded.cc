@@ -142,6 +142,7 @@ VocabParallelTypes ShardedStep::types() const {
   return {.operand = step.arithmetic.operand,
           .multiply = step.arithmetic.multiply,
           .target = step.target_type,
+          .grad_tolerance = step.grad_tolerance,
           .grad_input = step.grad_input,
           .grad_weight = step.grad_weight,
           .input_rows = input_rows,
@@ -214,6 +215,7 @@ RankResult run_rank(Communicator& communicator, const ShardedStep& c,
   a.outputs.logits_max = r.step.logits_max.vector_view();
   a.outputs.sum_exp_logits = r.step.sum_exp_logits.vector_view();
   a.outputs.predicted_logits = r.step.predicted_logits.vector_view();
+  if (c.step.grad_tolerance > 0) a.outputs.sparse_counts = &r.step.gradients.sparse_counts;
   if (c.step.grad_input) {
     a.outputs.grad_input = r.step.gradients.grad_input->matrix_view();
     if (c.grad_input_rows == TokenRows::slice) {

@@ -40,6 +40,9 @@ struct VocabParallelTypes {
   DType operand = DType::bf16;         // input and weight: f32, f16, bf16
   std::optional<DType> multiply = {};  // absent = operand; bf16 with operand f32
   DType target = DType::i64;           // i32, i64
+  // 0 = exact; else a sparse gradient that is unbiased (gradient.h), in one pass: every rank keeps
+  // its part of what a whole vocabulary would keep. Its collectives block.
+  float grad_tolerance = 0.0f;
   // Absent: not wanted, its product is not computed.
   std::optional<GradientOutput> grad_input = GradientOutput{};
   std::optional<GradientOutput> grad_weight = GradientOutput{};
@@ -92,10 +95,12 @@ LOGITLESS_API Result<VocabParallelPlan> plan_vocab_parallel_linear_cross_entropy
     const VocabParallelTypes& types, const PlanOptions& options = {});
 
 // Operands: weight is [rows().size(), H]; input [BT, H], or this rank's slice of it. Target, rows,
-// token_weights and normalizer are of all BT tokens and the same on every rank; the default
-// normalizer counts them (a data-parallel group beside this one: give the normalizer of both).
+// token_weights, normalizer, seed and token_ids are of all BT tokens and the same on every rank; the
+// default normalizer counts them (a data-parallel group beside this one: give the normalizer of
+// both).
 // Outputs: loss and statistics of all BT tokens; grad_input [BT, H], or this rank's slice of it;
-// grad_weight [rows().size(), H].
+// grad_weight [rows().size(), H]; of sparse_counts, kept and elements are those of this rank's rows
+// of weight.
 //
 // Errors: invalid_argument, workspace_too_small; invalid_data when a row that counts has a target
 // outside [0, V) (names row and value) — nothing is written; cancelled, on every rank when one

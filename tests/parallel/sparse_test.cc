@@ -1,0 +1,340 @@
+// SPDX-License-Identifier: Apache-2.0
+// A sparse gradient whose vocabulary is split keeps what it keeps where it is whole, but for what
+// is decided by the last bits of a merged sum.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/parallel/scenarios.h"
+#include "tests/parallel/thread_ranks.h"
+#include "tests/support/one_hot.h"
+
+namespace logitless::test {
+namespace {
+
+struct NamedCover {
+  std::string name;
+  std::vector<RowRange> cover;
+};
+std::vector<NamedCover> covers(int64_t V, int ranks) {
+  return {{"balanced", balanced_cover(V, ranks)},
+          {"uneven", uneven_cover(V, ranks)},
+          {"with empty", cover_with_empty(V, ranks)}};
+}
+
+struct Case {
+  bool input_is_identity = true;
+  int64_t BT = 30;
+  int64_t V = 2600;
+  float tolerance = 0x1p-6f;
+  uint64_t seed = 3;
+};
+OneHot make(const Case& c) {
+  const Arithmetic arithmetic = all_arithmetics()[2];  // fp32
+  const OneHotShape shape{.BT = c.BT, .V = c.V, .further = 3};
+  OneHot o = c.input_is_identity ? one_hot_input(shape, arithmetic, c.seed)
+                                 : one_hot_weight(shape, arithmetic, c.seed);
+  o.step.grad_tolerance = c.tolerance;
+  o.step.seed = c.seed * 1000 + 7;
+  // The sample, every 64th column, knows nothing of their tails: one row comes twice, and is
+  // sparse; one twice, and is dense.
+  for (const int64_t b : {8, 9}) {
+    if (c.V < 2048 || b >= c.BT) continue;
+    for (int64_t v = 0; v < c.V; ++v) {
+      const double unseen = b == 9 ? -4.0 : v % 16 == 5 ? -2.0 : -12.0;
+      o.set_logit(b, v,
+                  v == 0        ? 0.0
+                  : v % 64 == 0 ? -20.0
+                                : unseen + 0.01 * static_cast<double>(v % 7));
+    }
+  }
+  return o;
+}
+
+ShardedStep sharded(const Case& c, std::vector<RowRange> cover) {
+  ShardedStep s;
+  s.step = make(c).step;
+  s.strategy = Strategy::automatic;
+  s.cover = std::move(cover);
+  return s;
+}
+
+// The step on ranks, from the parts of all; what was kept is counted over all.
+StepResult run_sharded(const ShardedStep& s) {
+  StepResult whole;
+  SparseCounts all;
+  std::vector<SparseCounts> counts(s.cover.size());
+  run_ranks(static_cast<int>(s.cover.size()), [&](Communicator& communicator) {
+    const RankResult mine = run_rank(communicator, s);
+    ASSERT_TRUE(mine.result) << mine.result.error().message;
+    StepResult assembled = assemble(communicator, s, mine);
+    counts[static_cast<size_t>(communicator.rank())] = mine.step.gradients.sparse_counts;
+    if (communicator.rank() == 0) whole = std::move(assembled);
+  });
+  for (size_t r = 0; r < counts.size(); ++r) {
+    EXPECT_EQ(counts[r].rows, counts[0].rows);
+    EXPECT_EQ(counts[r].dense_rows, counts[0].dense_rows);
+    EXPECT_EQ(counts[r].elements, (counts[r].rows - counts[r].dense_rows) * s.cover[r].size());
+    all.kept += counts[r].kept;
+    all.elements += counts[r].elements;
+  }
+  all.rows = counts[0].rows;
+  all.dense_rows = counts[0].dense_rows;
+  whole.gradients.sparse_counts = all;
+  return whole;
+}
+
+StepResult exact_of(const Case& c, const std::vector<RowRange>& cover) {
+  ShardedStep s = sharded(c, cover);
+  s.step.grad_tolerance = 0.0f;
+  s.strategy = Strategy::one_pass;
+  return run_sharded(s);
+}
+
+// Elements kept here and not there.
+int64_t differing(const OneHot& o, const StepResult& a, const StepResult& b) {
+  int64_t count = 0;
+  for (int64_t t = 0; t < o.step.shape.BT; ++t) {
+    for (int64_t v = 0; v < o.step.shape.V; ++v) {
+      count += (o.grad_logit(a, t, v) != 0) != (o.grad_logit(b, t, v) != 0) ? 1 : 0;
+    }
+  }
+  return count;
+}
+
+void expect_same_statistics(const StepResult& a, const StepResult& b) {
+  EXPECT_EQ(a.loss.all_bits(), b.loss.all_bits());
+  EXPECT_EQ(a.logits_max.all_bits(), b.logits_max.all_bits());
+  EXPECT_EQ(a.sum_exp_logits.all_bits(), b.sum_exp_logits.all_bits());
+  EXPECT_EQ(a.predicted_logits.all_bits(), b.predicted_logits.all_bits());
+  EXPECT_EQ(a.total, b.total);
+}
+
+TEST(VocabParallelSparse, KeepsWhatAWholeVocabularyKeeps) {
+  KeptSet all;
+  int64_t other = 0;
+  for (const bool input_is_identity : {true, false}) {
+    const Case c{.input_is_identity = input_is_identity, .V = input_is_identity ? 2600 : 300};
+    const OneHot o = make(c);
+    const StepResult one = run_step(o.step, {.threads = 2}, Strategy::automatic);
+    for (const int ranks : {1, 2, 3, 7}) {
+      for (const auto& [name, cover] : covers(c.V, ranks)) {
+        SCOPED_TRACE(std::to_string(ranks) + " ranks, " + name);
+        const StepResult exact = exact_of(c, cover);
+        const StepResult got = run_sharded(sharded(c, cover));
+        const KeptSet set = expect_kept_set(o, exact, got);
+        EXPECT_GT(set.sparse_rows, 5);
+        expect_same_counts(one, got);
+        const int64_t differ = differing(o, one, got);
+        if (ranks == 1) {
+          EXPECT_EQ(differ, 0);
+        }
+        other += differ;
+        all += set;
+        expect_products(o, got);
+        expect_same_statistics(got, exact);
+      }
+    }
+  }
+  EXPECT_GT(all.kept, 10000);
+  EXPECT_GT(all.dense_rows, 12 * 3);
+  EXPECT_LE(static_cast<double>(other), 20e-6 * static_cast<double>(all.kept));
+}
+
+TEST(VocabParallelSparse, AnyCoverKeepsWhatTheDefinitionKeeps) {
+  std::mt19937_64 random(11);
+  const auto below = [&](int64_t n) {
+    return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
+  };
+  for (int round = 0; round < 24; ++round) {
+    const Case c{.BT = 1 + below(18),
+                 .V = round % 3 == 0 ? 2048 + below(300) : 20 + below(800),
+                 .tolerance = std::ldexp(1.0f, static_cast<int>(-2 - below(8))),
+                 .seed = 100 + static_cast<uint64_t>(round)};
+    const int64_t ranks = 1 + below(8);
+    std::vector<int64_t> cuts = {0, c.V};
+    while (static_cast<int64_t>(cuts.size()) <= ranks) cuts.push_back(below(c.V + 1));
+    std::ranges::sort(cuts);
+    std::vector<RowRange> cover;
+    for (size_t i = 1; i < cuts.size(); ++i) cover.push_back({cuts[i - 1], cuts[i]});
+    std::ranges::shuffle(cover, random);
+    SCOPED_TRACE("round " + std::to_string(round));
+    const OneHot o = make(c);
+    ShardedStep s = sharded(c, cover);
+    s.options.threads = 1 + round % 2;
+    s.grad_input_rows = round % 4 < 2 ? TokenRows::all : TokenRows::slice;
+    s.input_rows = round % 5 < 3 ? TokenRows::all : TokenRows::slice;
+    const StepResult got = run_sharded(s);
+    s.step.grad_tolerance = 0.0f;
+    s.strategy = Strategy::one_pass;
+    const StepResult exact = run_sharded(s);
+    expect_kept_set(o, exact, got);
+    expect_same_statistics(got, exact);
+  }
+}
+
+TEST(VocabParallelSparse, BitsDependOnNeitherThreadsNorChunksNorLimits) {
+  const Case c;
+  const OneHot o = make(c);
+  const auto cover = uneven_cover(c.V, 3);
+  ShardedStep s = sharded(c, cover);
+  const StepResult plain = run_sharded(s);
+  s.options.threads = 2;
+  EXPECT_EQ(run_sharded(s).bits(), plain.bits());
+  s.chunk_tokens = 4;
+  EXPECT_EQ(run_sharded(s).bits(), plain.bits());
+  // The least limit of each rank, when the others have none.
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto limited = [&](int64_t limit) {
+      Result<void> result;
+      run_ranks(3, [&](Communicator& communicator) {
+        PlanOptions options{.threads = 1};
+        if (communicator.rank() == rank) options.workspace_limit_bytes = limit;
+        const auto plan = plan_vocab_parallel_linear_cross_entropy(
+            communicator, s.step.shape, cover[static_cast<size_t>(communicator.rank())], s.types(),
+            options);
+        if (communicator.rank() != rank) return;
+        if (!plan) {
+          result = plan.error();
+          EXPECT_EQ(plan.error().kind, ErrorKind::limit_too_small);
+        } else {
+          EXPECT_LE(plan->workspace_bytes(), limit);
+        }
+      });
+      return result;
+    };
+    const int64_t least = least_limit(limited);
+    StepResult whole;
+    run_ranks(3, [&](Communicator& communicator) {
+      ShardedStep mine = sharded(c, cover);
+      mine.chunk_tokens = s.chunk_tokens;
+      if (communicator.rank() == rank) mine.options.workspace_limit_bytes = least;
+      const RankResult r = run_rank(communicator, mine);
+      ASSERT_TRUE(r.result) << r.result.error().message;
+      StepResult assembled = assemble(communicator, mine, r);
+      if (communicator.rank() == 0) whole = std::move(assembled);
+    });
+    EXPECT_EQ(whole.bits(), plain.bits()) << "rank " << rank << ", limit " << least;
+  }
+  s.grad_input_rows = s.input_rows = TokenRows::slice;
+  const StepResult sliced = run_sharded(s);
+  EXPECT_EQ(sliced.gradients.grad_input->all_bits(), plain.gradients.grad_input->all_bits());
+  EXPECT_EQ(differing(o, sliced, plain), 0);
+}
+
+TEST(VocabParallelSparse, AddsToWhatIsThere) {
+  const Case c;
+  const auto cover = balanced_cover(c.V, 3);
+  ShardedStep s = sharded(c, cover);
+  const StepResult plain = run_sharded(s);
+  s.step.grad_input->accumulate = s.step.grad_weight->accumulate = true;
+  const GradientResult there = make_gradient_outputs(gradient_case_of(s.step));
+  const StepResult got = run_sharded(s);
+  const auto expect_sum = [](const TestTensor& a, const TestTensor& b, const TestTensor& sum) {
+    for (int64_t r = 0; r < sum.rows(); ++r) {
+      for (int64_t h = 0; h < sum.cols(); ++h) {
+        const double want = a.get(r, h) + b.get(r, h);
+        ASSERT_NEAR(sum.get(r, h), want, 1e-6 * (1 + std::abs(want))) << r << " " << h;
+      }
+    }
+  };
+  expect_sum(*there.grad_input, *plain.gradients.grad_input, *got.gradients.grad_input);
+  expect_sum(*there.grad_weight, *plain.gradients.grad_weight, *got.gradients.grad_weight);
+}
+
+// No row, no gradient, fewer vocabulary rows than ranks, ...
+TEST(VocabParallelSparse, NothingIsFineToo) {
+  for (Scenario& scenario : edge_scenarios(3, Strategy::one_pass)) {
+    SCOPED_TRACE(scenario.name);
+    const StepResult exact = run_sharded(scenario.step);
+    scenario.step.step.grad_tolerance = 0x1p-4f;
+    expect_same_statistics(run_sharded(scenario.step), exact);
+  }
+  for (Scenario& scenario : option_scenarios(3, Strategy::one_pass)) {
+    SCOPED_TRACE(scenario.name);
+    const StepResult exact = run_sharded(scenario.step);
+    scenario.step.step.grad_tolerance = 0x1p-4f;
+    expect_same_statistics(run_sharded(scenario.step), exact);
+  }
+}
+
+// Whenever a rank is cancelled, all of them say so.
+TEST(VocabParallelSparse, ACancelledRankIsEveryonesError) {
+  const Case c{.BT = 24};
+  for (int at = 0; at < 14; ++at) {
+    CancelToken token;
+    std::atomic<int> calls = 0;
+    std::atomic<int> finished = 0, cancelled = 0;
+    run_ranks(3,
+              [&](Communicator& communicator) {
+                const ShardedStep s = sharded(c, balanced_cover(c.V, 3));
+                const RankResult r = run_rank(communicator, s, [&](RankArguments& a) {
+                  if (communicator.rank() == 1) a.cancel = &token;
+                });
+                if (r.result) {
+                  ++finished;
+                } else {
+                  EXPECT_EQ(r.result.error().message, "rank 1: loss_and_gradient: cancelled");
+                  EXPECT_EQ(r.result.error().kind, ErrorKind::cancelled);
+                  ++cancelled;
+                }
+              },
+              {.before_call = [&](int rank) {
+                if (rank == 1 && calls++ == at) token.cancel();
+              }});
+    EXPECT_EQ(finished + cancelled, 3);
+    EXPECT_TRUE(finished == 0 || cancelled == 0) << at;
+    if (at < 6) {
+      EXPECT_EQ(cancelled, 3) << at;
+    }
+  }
+}
+
+TEST(VocabParallelSparse, RanksMustAgree) {
+  const Case c{.BT = 6, .V = 90};
+  const auto expect_error = [&](const std::string& message, const auto& change) {
+    SCOPED_TRACE(message);
+    run_ranks(3, [&](Communicator& communicator) {
+      ShardedStep s = sharded(c, balanced_cover(c.V, 3));
+      change(communicator.rank(), s);
+      const RankResult r = run_rank(communicator, s);
+      ASSERT_FALSE(r.result);
+      EXPECT_EQ(r.result.error().message, message);
+      EXPECT_TRUE(r.step.loss.untouched());
+    });
+  };
+  expect_error("seed: ranks 0 and 2 were given 3007 and 18446744073709551615, must be the same",
+               [](int rank, ShardedStep& s) {
+                 if (rank == 2) s.step.seed = UINT64_MAX;
+               });
+  const auto ids = [](ShardedStep& s, int64_t first) {
+    s.step.token_ids.emplace(TestTensor::vector(DType::i64, s.step.shape.BT));
+    for (int64_t b = 0; b < s.step.shape.BT; ++b) s.step.token_ids->set_index(b, first + b);
+  };
+  expect_error("token_ids: ranks 0 and 1 were given none and one, must be the same",
+               [&](int rank, ShardedStep& s) {
+                 if (rank == 1) ids(s, 0);
+               });
+  expect_error("token_ids: ranks 0 and 1 hold different contents, must be the same",
+               [&](int rank, ShardedStep& s) { ids(s, rank == 1 ? 1 : 0); });
+  expect_error("grad_tolerance: ranks 0 and 1 were given 0.015625 and 0.000000, must be the same",
+               [](int rank, ShardedStep& s) {
+                 if (rank == 1) s.step.grad_tolerance = 0.0f;
+               });
+  expect_error("rank 2: grad_tolerance is 0.750000, must be 0, or between 2^-16 and 0.5",
+               [](int rank, ShardedStep& s) {
+                 if (rank == 2) s.step.grad_tolerance = 0.75f;
+               });
+  expect_error(
+      "grad_tolerance is 0.015625, must be 0 with the strategy recompute: a sparse gradient is one "
+      "pass",
+      [](int, ShardedStep& s) { s.strategy = Strategy::recompute; });
+}
+
+}  // namespace
+}  // namespace logitless::test
