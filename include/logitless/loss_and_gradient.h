@@ -73,7 +73,7 @@ struct LossAndGradientOutputs {
   std::optional<VectorView> predicted_logits = {};  // [BT] f32
   std::optional<MatrixView> grad_input = {};        // [BT, H], present exactly when planned
   std::optional<MatrixView> grad_weight = {};       // [V, H]
-  SparseCounts* sparse_counts = nullptr;            // with a grad_tolerance; may be null
+  SparseCounts* sparse_counts = nullptr;            // zeros where nothing is sparse; may be null
 };
 
 struct LossAndGradientPlanData;

@@ -70,6 +70,7 @@ class VocabParallel {
 
   Result<void> run() {
     if (auto ok = agree_on_arguments(); !ok) return ok;
+    if (out_.sparse_counts != nullptr) *out_.sparse_counts = {};
     if (p_.input_is_sliced()) {
       if (auto ok = gather_input(); !ok) return ok;
     } else {
@@ -113,7 +114,7 @@ class VocabParallel {
                                                     " came, the plan was made for rank " +
                                                     integer(p_.rank) + " of " + integer(p_.ranks)};
     }
-    if (given_ != nullptr && p_.one_pass) {
+    if (given_ != nullptr && p_.one_pass && p_.types.grad_tolerance == 0) {
       return Error{ErrorKind::invalid_argument,
                    "plan: its strategy is one_pass, must be recompute for a backward apart"};
     }
@@ -523,7 +524,9 @@ class VocabParallel {
     int64_t region = 0;
   };
 
+  // Of which only loss and statistics are wanted.
   int64_t inactive_rows() const {
+    if (given_ != nullptr) return 0;
     return tokens_.counting() - (p_.gradients() ? tokens_.weighted() : 0);
   }
   int64_t gradient_blocks() const { return active_rows_ > 0 ? chunks_ : 0; }
@@ -599,7 +602,7 @@ class VocabParallel {
       now = std::move(ahead);
     }
     if (auto ok = finish(before); !ok) return ok;
-    write_losses();
+    if (given_ == nullptr) write_losses();
     if (p_.types.grad_input && !p_.types.grad_input->accumulate) zero_inactive_rows();
     if (!cancellable_) return {};
     return agree(comm_, cancelled(stop), {}, {},
@@ -764,7 +767,8 @@ Result<void> run_gradient(const VocabParallelPlan& plan, Communicator& communica
                                     .logits_max = read(statistics.logits_max),
                                     .sum_exp_logits = read(statistics.sum_exp_logits),
                                     .grad_input = outputs.grad_input,
-                                    .grad_weight = outputs.grad_weight};
+                                    .grad_weight = outputs.grad_weight,
+                                    .sparse_counts = outputs.sparse_counts};
   return VocabParallel(plan.data(), communicator, operands, step, workspace, cancel, &statistics)
       .run();
 }

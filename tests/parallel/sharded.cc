@@ -132,7 +132,7 @@ Result<void> run_apart(Communicator& communicator, const ShardedStep& c,
   operands.token_weights = vector_view(std::span(gradients));
   operands.normalizer = 1.0;
   return run_gradient(plan, communicator, operands, {*outputs.logits_max, *outputs.sum_exp_logits},
-                      {a.outputs.grad_input, a.outputs.grad_weight},
+                      {a.outputs.grad_input, a.outputs.grad_weight, a.outputs.sparse_counts},
                       guarded_workspace(plan.workspace_bytes()), a.cancel);
 }
 
@@ -215,7 +215,9 @@ RankResult run_rank(Communicator& communicator, const ShardedStep& c,
   a.outputs.logits_max = r.step.logits_max.vector_view();
   a.outputs.sum_exp_logits = r.step.sum_exp_logits.vector_view();
   a.outputs.predicted_logits = r.step.predicted_logits.vector_view();
-  if (c.step.grad_tolerance > 0) a.outputs.sparse_counts = &r.step.gradients.sparse_counts;
+  if (c.step.grad_tolerance > 0) {
+    a.outputs.sparse_counts = &(r.step.gradients.sparse_counts = kOldCounts);
+  }
   if (c.step.grad_input) {
     a.outputs.grad_input = r.step.gradients.grad_input->matrix_view();
     if (c.grad_input_rows == TokenRows::slice) {

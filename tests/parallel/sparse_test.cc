@@ -248,6 +248,28 @@ TEST(VocabParallelSparse, AddsToWhatIsThere) {
   expect_sum(*there.grad_weight, *plain.gradients.grad_weight, *got.gradients.grad_weight);
 }
 
+// Rows that count and have no gradient among them.
+TEST(VocabParallelSparse, TheBackwardApartIsTheSameStep) {
+  for (const int ranks : {1, 3}) {
+    Case c;
+    ShardedStep s = sharded(c, uneven_cover(c.V, ranks));
+    s.step.token_weights.emplace(TestTensor::vector(DType::f32, c.BT));
+    for (int64_t b = 0; b < c.BT; ++b) {
+      s.step.token_weights->set(b, b % 5 == 2 ? 0.0 : 0.5 + 0.25 * static_cast<double>(b % 3));
+    }
+    for (const TokenRows rows : {TokenRows::all, TokenRows::slice}) {
+      s.input_rows = s.grad_input_rows = rows;
+      s.apart = false;
+      const StepResult together = run_sharded(s);
+      s.apart = true;
+      const StepResult apart = run_sharded(s);
+      EXPECT_EQ(apart.bits(), together.bits());
+      expect_same_counts(apart, together);
+      EXPECT_GT(apart.gradients.sparse_counts.rows, apart.gradients.sparse_counts.dense_rows);
+    }
+  }
+}
+
 // No row, no gradient, fewer vocabulary rows than ranks, ...
 TEST(VocabParallelSparse, NothingIsFineToo) {
   for (Scenario& scenario : edge_scenarios(3, Strategy::one_pass)) {

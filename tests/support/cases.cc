@@ -505,7 +505,7 @@ GradientResult run_gradient(const GradientCase& c, const PlanOptions& options) {
 GradientResult run_gradient(const GradientCase& c, const GradientPlan& plan) {
   GradientResult result = make_gradient_outputs(c);
   GradientOutputs outputs = outputs_of(result);
-  if (c.grad_tolerance > 0) outputs.sparse_counts = &result.sparse_counts;
+  if (c.grad_tolerance > 0) outputs.sparse_counts = &(result.sparse_counts = kOldCounts);
   const auto ran = run(plan, c.operands(), outputs, guarded_workspace(plan.workspace_bytes()));
   if (!ran) ADD_FAILURE() << "gradient: " << ran.error().message;
   EXPECT_EQ(result.damage(), "");

@@ -128,6 +128,10 @@ struct GradientCaseOptions {
 };
 GradientCase make_gradient_case(ForwardCase forward, const GradientCaseOptions& options = {});
 
+// What the caller's counts hold before a run.
+inline constexpr SparseCounts kOldCounts = {
+    .rows = -1, .dense_rows = -2, .kept = -3, .elements = -5};
+
 struct GradientResult {
   std::optional<TestTensor> grad_input = {}, grad_weight = {};
   SparseCounts sparse_counts = {};

@@ -164,7 +164,7 @@ StepResult run_step(const StepCase& c, const LossAndGradientPlan& plan) {
   outputs.predicted_logits = r.predicted_logits.vector_view();
   outputs.grad_input = gradients.grad_input;
   outputs.grad_weight = gradients.grad_weight;
-  if (c.grad_tolerance > 0) outputs.sparse_counts = &r.gradients.sparse_counts;
+  if (c.grad_tolerance > 0) outputs.sparse_counts = &(r.gradients.sparse_counts = kOldCounts);
   const auto ran = run(plan, c.operands(), outputs, guarded_workspace(plan.workspace_bytes()));
   if (!ran) ADD_FAILURE() << "loss_and_gradient: " << ran.error().message;
   EXPECT_EQ(r.gradients.damage() + r.loss.damage() + r.logits_max.damage() +

@@ -119,9 +119,10 @@ struct MergedStatistics {
 };
 
 // The backward apart, for losses whose weights are known only after the forward: run a plan without
-// gradients, then this one, which must recompute, with the statistics that it gave.
-// operands.token_weights are then the gradients of the loss with respect to each token's. Bits and
-// errors are those of run.
+// gradients, then this one, which must recompute or have a grad_tolerance, with the statistics that
+// it gave. operands.token_weights are then the gradients of the loss with respect to each token's.
+// Bits and errors are those of run. A sparse gradient takes its forward again and needs no
+// statistics: it makes the same once more.
 LOGITLESS_API Result<void> run_gradient(const VocabParallelPlan& plan, Communicator& communicator,
                                         const LossAndGradientOperands& operands,
                                         const MergedStatistics& statistics,
