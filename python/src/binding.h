@@ -104,6 +104,25 @@ T take(Result<T> result) {
   if constexpr (!std::is_void_v<T>) return std::move(result).value();
 }
 
+// ---- the sparse gradient ------------------------------------------------------------------------
+
+// grad_tolerance, seed, token_ids, the global id of weight's first row. Absent: exact.
+using Sparse = std::tuple<double, uint64_t, std::optional<Vector>, int64_t>;
+
+inline float tolerance_of(const std::optional<Sparse>& sparse) {
+  return sparse ? static_cast<float>(std::get<0>(*sparse)) : 0.0f;
+}
+inline uint64_t seed_of(const std::optional<Sparse>& sparse) {
+  return sparse ? std::get<1>(*sparse) : 0;
+}
+inline std::optional<ConstVectorView> token_ids_of(const std::optional<Sparse>& sparse) {
+  if (!sparse) return {};
+  return optional_view<ConstVectorView>(std::get<2>(*sparse));
+}
+
+// What sparse_counts() tells of this thread.
+void remember(const SparseCounts& counts);
+
 // ---- plans --------------------------------------------------------------------------------------
 
 // What every call takes: threads (0 = the default, else at most so many), an ISA's name or "", the

@@ -70,18 +70,6 @@ Shape shape_of(const MatrixView& input, const MatrixView& weight) {
 
 // ---- the sparse gradient ------------------------------------------------------------------------
 
-// grad_tolerance, seed, token_ids, the global id of weight's first row. Absent: exact.
-using Sparse = std::tuple<double, uint64_t, std::optional<Vector>, int64_t>;
-
-float tolerance_of(const std::optional<Sparse>& sparse) {
-  return sparse ? static_cast<float>(std::get<0>(*sparse)) : 0.0f;
-}
-uint64_t seed_of(const std::optional<Sparse>& sparse) { return sparse ? std::get<1>(*sparse) : 0; }
-std::optional<ConstVectorView> token_ids_of(const std::optional<Sparse>& sparse) {
-  if (!sparse) return {};
-  return optional_view<ConstVectorView>(std::get<2>(*sparse));
-}
-
 // Of the last sparse gradient of this thread.
 thread_local std::optional<SparseCounts> last_counts;
 
@@ -211,7 +199,7 @@ void gradient(const Vector& grad, const std::optional<Vector>& grad_logsumexp, c
   execute(plan, size_of_problem(shape), [&](auto workspace, auto* cancel) {
     return run(plan, operands, outputs, workspace, cancel);
   });
-  if (sparse) last_counts = made;
+  if (sparse) remember(made);
 }
 
 double loss_and_gradient(const Matrix& input, const Matrix& weight, const Vector& target,
@@ -258,7 +246,7 @@ double loss_and_gradient(const Matrix& input, const Matrix& weight, const Vector
   execute(plan, 3 * size_of_problem(shape), [&](auto workspace, auto* cancel) {
     return run(plan, operands, outputs, workspace, cancel);
   });
-  if (sparse) last_counts = made;
+  if (sparse) remember(made);
   return total;
 }
 
@@ -453,6 +441,8 @@ nb::ndarray<nb::pytorch> kept_matrix(size_t rows, size_t cols, int dtype) {
 }
 
 }  // namespace
+
+void remember(const SparseCounts& counts) { last_counts = counts; }
 
 NB_MODULE(_core, m) {
   m.doc() =

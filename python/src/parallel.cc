@@ -178,6 +178,10 @@ std::string strategy_text(int64_t value) {
   }
   return "none";
 }
+std::string tolerance_text(int64_t bits) {
+  return std::to_string(std::bit_cast<float>(static_cast<int32_t>(bits)));
+}
+std::string seed_text(int64_t bits) { return std::to_string(std::bit_cast<uint64_t>(bits)); }
 std::string call_text(int64_t value) {
   return value == 0 ? "a loss" : value == 1 ? "its backward" : "a loss with gradients";
 }
@@ -191,6 +195,8 @@ struct Step {
   std::optional<int64_t> vocab_start;
   std::optional<MergedStatistics> statistics;  // of the forward; absent: there is one
   bool wants_grad_input, wants_grad_weight;    // now or in the backward
+  float grad_tolerance;                        // as those two
+  uint64_t seed;
   // Without gradients where `types` would not take one pass.
   bool or_forward;
   VocabParallelTypes types, forward_types;
@@ -212,6 +218,7 @@ std::vector<int64_t> key_of(const Communicator& ranks, const Step& step,
           code(types.operand),
           code(types.multiply),
           code(types.target),
+          code(types.grad_tolerance),
           code(types.grad_input),
           code(types.grad_weight),
           static_cast<int64_t>(types.input_rows),
@@ -261,6 +268,8 @@ Result<Met> meet(Communicator& ranks, const Step& step, int64_t kept, int64_t ke
       {"target's dtype", static_cast<int64_t>(types.target), dtype_text},
       {"gradient of input", step.wants_grad_input ? 1 : 0, flag_text},
       {"gradient of weight", step.wants_grad_weight ? 1 : 0, flag_text},
+      {"grad_tolerance", std::bit_cast<int32_t>(step.grad_tolerance), tolerance_text},
+      {"seed", std::bit_cast<int64_t>(step.seed), seed_text},
       {"strategy", static_cast<int64_t>(types.strategy), strategy_text},
       {"call", call, call_text},
       {"grad_input", code(types.grad_input), output_text},
@@ -330,7 +339,7 @@ std::tuple<double, int64_t, bool> vocab_parallel(
     const std::optional<Vector>& predicted_logits, const std::optional<Matrix>& grad_input,
     bool accumulate_grad_input, const std::optional<Matrix>& grad_weight,
     bool accumulate_grad_weight, int64_t chunk_tokens, int strategy, bool or_forward,
-    const Options& options) {
+    const Options& options, const std::optional<Sparse>& sparse) {
   PythonTransport python(std::move(transport_object));
   std::unique_ptr<Communicator> alone;
   if (python.size() == 1) alone = self_communicator();
@@ -344,6 +353,8 @@ std::tuple<double, int64_t, bool> vocab_parallel(
             .statistics = {},
             .wants_grad_input = std::get<0>(wanted),
             .wants_grad_weight = std::get<1>(wanted),
+            .grad_tolerance = tolerance_of(sparse),
+            .seed = seed_of(sparse),
             .or_forward = or_forward,
             .types = {},
             .forward_types = {}};
@@ -354,6 +365,7 @@ std::tuple<double, int64_t, bool> vocab_parallel(
   step.types = {.operand = step.input.dtype,
                 .multiply = optional_dtype(multiply),
                 .target = step.target.dtype,
+                .grad_tolerance = grad_input || grad_weight ? step.grad_tolerance : 0.0f,
                 .grad_input = output_type(grad_input, accumulate_grad_input),
                 .grad_weight = output_type(grad_weight, accumulate_grad_weight),
                 .input_rows = rows,
@@ -361,6 +373,7 @@ std::tuple<double, int64_t, bool> vocab_parallel(
                 .chunk_tokens = chunk_tokens,
                 .strategy = static_cast<Strategy>(strategy)};
   step.forward_types = step.types;
+  step.forward_types.grad_tolerance = 0.0f;
   step.forward_types.grad_input.reset();
   step.forward_types.grad_weight.reset();
   step.forward_types.strategy = Strategy::recompute;
@@ -402,8 +415,12 @@ std::tuple<double, int64_t, bool> vocab_parallel(
       step.target,
       {.ignore_index = ignore_index, .counts = optional_view<ConstVectorView>(counts)},
       optional_view<ConstVectorView>(token_weights),
-      normalizer};
+      normalizer,
+      step.seed,
+      token_ids_of(sparse)};
   double total = 0;
+  SparseCounts made;
+  SparseCounts* const made_here = plan->types().grad_tolerance > 0 ? &made : nullptr;
   constexpr double kWorthInterrupting = 1e9;  // multiply-adds
   const Shape& shape = plan->shape();
   const double work = static_cast<double>(shape.BT) * static_cast<double>(step.weight.rows) *
@@ -414,16 +431,16 @@ std::tuple<double, int64_t, bool> vocab_parallel(
   const Result<void> done = [&] {
     const nb::gil_scoped_release without_gil;
     if (step.statistics) {
-      return run_gradient(
-          *plan, ranks, operands, *step.statistics,
-          {optional_view<MatrixView>(grad_input), optional_view<MatrixView>(grad_weight)},
-          workspace->bytes(), cancel);
+      return run_gradient(*plan, ranks, operands, *step.statistics,
+                          {optional_view<MatrixView>(grad_input),
+                           optional_view<MatrixView>(grad_weight), made_here},
+                          workspace->bytes(), cancel);
     }
     LossAndGradientOutputs outputs{
         loss ? view(*loss) : VectorView{},           &total,
         optional_view<VectorView>(logits_max),       optional_view<VectorView>(sum_exp_logits),
         optional_view<VectorView>(predicted_logits), optional_view<MatrixView>(grad_input),
-        optional_view<MatrixView>(grad_weight)};
+        optional_view<MatrixView>(grad_weight),      made_here};
     if (forward_only) {
       outputs.grad_input.reset();
       outputs.grad_weight.reset();
@@ -432,6 +449,7 @@ std::tuple<double, int64_t, bool> vocab_parallel(
   }();
   interrupt.raise_if_interrupted();
   take_here(done);
+  if (made_here != nullptr) remember(made);
   return {total, plan->rows().begin, !forward_only};
 }
 
@@ -477,7 +495,7 @@ void bind_parallel(nb::module_& m) {
         nb::arg("predicted_logits").none(), nb::arg("grad_input").none(),
         nb::arg("accumulate_grad_input"), nb::arg("grad_weight").none(),
         nb::arg("accumulate_grad_weight"), nb::arg("chunk_tokens"), nb::arg("strategy"),
-        nb::arg("or_forward"), nb::arg("options"));
+        nb::arg("or_forward"), nb::arg("options"), nb::arg("sparse").none() = nb::none());
   m.def("vocab_parallel_fail", &vocab_parallel_fail, nb::arg("transport"), nb::arg("exception"));
   m.def(
       "balanced_shard",

@@ -222,6 +222,87 @@ def test_no_more_is_sent_than_the_documentation_says():
             assert [v for v, _ in first if v.startswith("start")][:3] == ["start_all_gather"] * 2 + [sums[0][0]]
 
 
+# ---- the sparse gradient ------------------------------------------------------------------------
+
+
+def peaked(BT=12, V=300, seed=5):
+    """Softmax by Zipf's law, the most likely anywhere; an identity makes grad_input grad_logits itself."""
+    rng = np.random.default_rng(seed)
+    rank = rng.permuted(np.tile(np.arange(V), (BT, 1)), axis=1)
+    x = (-2.5 * np.log1p(rank) + 0.1 * rng.standard_normal((BT, V))).astype(np.float32)
+    x[3] = 0.0  # flat: exact
+    t = np.argmax(rank == rng.integers(0, 5, (BT, 1)), axis=1)
+    t[7] = -100
+    return x, np.eye(V, dtype=np.float32), t
+
+
+@pytest.mark.parametrize("cover", COVERS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sequence_parallel"])
+def test_a_sparse_gradient_keeps_what_a_whole_vocabulary_keeps(ranks, cover, sliced):
+    x, w, t = peaked()
+    shards = COVERS[cover](300, ranks)
+    how = dict(grad_tolerance=2.0**-7, seed=2**63 + 9, token_ids=np.arange(40, 52), ignore_index=-100)
+    plain = ln.loss_and_gradient(x, w, t, **how)
+    kept_there = logitless.sparse_counts()
+    assert kept_there.dense_rows == 1 and kept_there.kept < 0.2 * kept_there.elements
+
+    def body(transport):
+        begin, end = shards[transport.rank]
+        part = slice(*balanced_shard(12, ranks, transport.rank)) if sliced else slice(None)
+        made = vocab_parallel_loss_and_gradient(
+            x[part], w[begin:end], t, group=transport, vocab_start=begin, threads=1,
+            sequence_parallel=sliced, **how,
+        )  # fmt: skip
+        return made, logitless.sparse_counts()
+
+    results = run_ranks(ranks, body)
+    for r in results:
+        assert not isinstance(r, BaseException), r
+    grad_input = (
+        np.concatenate([r[0].grad_input for r in results]) if sliced else results[0][0].grad_input
+    )
+    np.testing.assert_array_equal(grad_input != 0, plain.grad_input != 0)
+    np.testing.assert_allclose(grad_input, plain.grad_input, rtol=1e-5, atol=1e-8)
+    grad_weight = np.concatenate([results[r][0].grad_weight for r in np.argsort([c[0] for c in shards], kind="stable")])
+    np.testing.assert_allclose(grad_weight, plain.grad_weight, rtol=1e-4, atol=1e-6)
+    assert {(r[1].rows, r[1].dense_rows) for r in results} == {(11, 1)}
+    assert sum(r[1].kept for r in results) == kept_there.kept
+    assert [r[1].elements for r in results] == [10 * (end - begin) for begin, end in shards]
+    exact = step(ranks, x, w, t, shards)
+    for name in ("loss", "logits_max", "sum_exp_logits", "predicted_logits"):
+        np.testing.assert_array_equal(getattr(results[0][0], name), getattr(exact, name))
+
+
+def test_ranks_agree_on_a_sparse_gradient():
+    x, w, t = peaked()
+    shards = balanced(300, 3)
+
+    def call(transport, changes):
+        begin, end = shards[transport.rank]
+        how = {"grad_tolerance": 2.0**-7, "seed": 4, **changes.get(transport.rank, {})}
+        return vocab_parallel_loss_and_gradient(
+            x, w[begin:end], t, group=transport, ignore_index=-100, **how
+        )  # fmt: skip
+
+    for changes, kind, text in [
+        ({2: {"seed": 2**64 - 1}}, ValueError,
+         "seed: ranks 0 and 2 were given 4 and 18446744073709551615, must be the same"),
+        ({1: {"grad_tolerance": 0.25}}, ValueError,
+         "grad_tolerance: ranks 0 and 1 were given 0.007812 and 0.250000, must be the same"),
+        ({0: {"grad_tolerance": 0.75}}, ValueError,
+         "rank 0: grad_tolerance is 0.75, must be 0, or between 2^-16 and 0.5"),
+        ({1: {"seed": -1}}, ValueError, "rank 1: seed is -1, must be between 0 and 18446744073709551615"),
+        ({1: {"token_ids": np.arange(12)}}, ValueError,
+         "token_ids: ranks 0 and 1 were given none and one, must be the same"),
+        ({2: {"token_ids": np.arange(11)}}, ValueError, "rank 2: token_ids: size is 11, must be BT = 12"),
+        ({r: {"strategy": "recompute"} for r in range(3)}, ValueError,
+         "grad_tolerance is 0.007812, must be 0 with the strategy recompute: a sparse gradient is one pass"),
+    ]:  # fmt: skip
+        same_error(run_ranks(3, lambda transport: call(transport, changes)), kind, text)
+    assert all(r.total == r.total for r in run_ranks(3, lambda transport: call(transport, {})))  # they go on
+
+
 # ---- errors -------------------------------------------------------------------------------------
 
 

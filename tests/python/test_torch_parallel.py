@@ -134,6 +134,87 @@ def test_every_rank_has_the_loss_and_its_gradients(gloo, ranks, cover, sliced):
             assert_within("grad_weight", grad_weight, e.grad_weight, e.allowed_grad_weight)
 
 
+# ---- the sparse gradient ------------------------------------------------------------------------
+
+SPARSE_WAYS = [("mean", "one_pass"), ("sum", "auto"), ("mean", "recompute"), ("none", "auto")]
+EPS = 2.0**-6
+
+
+def peaked_case():
+    x, w, t = case(V=400)
+    return x, w * 12, t
+
+
+def _sparse_steps(group, sliced):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    x, w, t = peaked_case()
+    cover = backwards(400, ranks)
+    found = []
+    for reduction, mode in SPARSE_WAYS:
+        xi, wi = leaves(x, w, t, cover, rank, sliced)
+        torch.manual_seed(17)  # as every rank of the group
+        loss = vocab_parallel_linear_cross_entropy(
+            xi, wi, t, group=group, vocab_start=cover[rank][0], sequence_parallel=sliced,
+            reduction=reduction, mode=mode, grad_tolerance=EPS,
+        )  # fmt: skip
+        drawn = torch.randint(100, (3,)).tolist()
+        upstream = torch.linspace(0.5, 1, 37) if reduction == "none" else torch.tensor(0.5)
+        loss.backward(upstream, retain_graph=True)
+        counts = logitless.sparse_counts()
+        first = xi.grad.numpy().copy(), wi.grad.numpy().copy()
+        if mode != "one_pass":  # a retained graph makes the same choice again
+            xi.grad = wi.grad = None
+            loss.backward(upstream)
+            for again, before in zip((xi, wi), first):
+                np.testing.assert_allclose(again.grad.numpy(), before, rtol=1e-5, atol=1e-8)
+        found.append((*first, tuple(counts), drawn))
+    return found
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sequence_parallel"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_sparse_gradient_is_that_of_one_rank(gloo, ranks, sliced):
+    results = gloo.all(ranks, _sparse_steps, sliced)
+    order = np.argsort([c[0] for c in backwards(400, ranks)], kind="stable")
+    for i, (reduction, mode) in enumerate(SPARSE_WAYS):
+        x, w, t = (a.requires_grad_() if a.is_floating_point() else a for a in peaked_case())
+        torch.manual_seed(17)
+        loss = logitless.linear_cross_entropy(
+            x, w, t, reduction=reduction, mode=mode if reduction != "none" else "recompute", grad_tolerance=EPS
+        )
+        drawn = torch.randint(100, (3,)).tolist()
+        loss.backward(torch.linspace(0.5, 1, 37) if reduction == "none" else torch.tensor(0.5))
+        one = logitless.sparse_counts()
+        assert one.dense_rows < one.rows and one.kept < one.elements
+        step = [r[i] for r in results]
+        grad_input = np.concatenate([s[0] for s in step]) if sliced else step[0][0]
+        np.testing.assert_allclose(grad_input, x.grad.numpy(), rtol=1e-4, atol=1e-6)
+        grad_weight = np.concatenate([step[r][1] for r in order])
+        np.testing.assert_allclose(grad_weight, w.grad.numpy(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(grad_weight.any(1), w.grad.numpy().any(1))
+        for s in step:
+            assert s[2][:2] == one[:2] and s[3] == drawn
+        assert sum(s[2][2] for s in step) == one.kept and sum(s[2][3] for s in step) == one.elements
+
+
+def _seeded_apart(group):
+    torch.manual_seed(dist.get_rank(group))
+    x, w, t = peaked_case()
+    xi, wi = leaves(x, w, t, balanced(400, 2), dist.get_rank(group), False)
+    loss = None
+    try:
+        loss = vocab_parallel_linear_cross_entropy(xi, wi, t, group=group, grad_tolerance=EPS)
+    except ValueError as error:
+        return str(error)
+    return loss.item()
+
+
+def test_ranks_must_be_seeded_alike_for_a_sparse_gradient(gloo):
+    messages = gloo.all(2, _seeded_apart)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("seed: ranks 0 and 1 were given ")
+
+
 def _options(group):
     rank = dist.get_rank(group)
     cover = backwards(203, 3)

@@ -302,30 +302,6 @@ def test_errors_name_the_argument(error, message, change):
         linear_cross_entropy(x, w, t, **{"grad_tolerance": EPS, **change})
 
 
-def test_a_split_vocabulary_refuses_it_by_name():
-    from logitless.parallel import vocab_parallel_linear_cross_entropy, vocab_parallel_loss_and_gradient
-
-    class Alone:
-        rank, size = 0, 1
-
-        def all_gather(self, mine, all):
-            all[:] = mine
-
-        def start_all_reduce_sum(self, values):
-            raise NotImplementedError
-
-        def start_reduce_scatter_sum(self, values, counts, mine):
-            raise NotImplementedError
-
-    x, w, t = case()
-    for call, operands in (
-        (vocab_parallel_linear_cross_entropy, (x, w, t)),
-        (vocab_parallel_loss_and_gradient, (x.detach().numpy(), w.detach().numpy(), t.numpy())),
-    ):
-        with pytest.raises(NotImplementedError, match="grad_tolerance is 0.01, must be 0"):
-            call(*operands, group=Alone(), grad_tolerance=0.01)
-
-
 # ---- Hugging Face -------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from .. import _core
 from .._arrays import matrix, vector, view
-from .._sparse import tolerance
 from .._types import F32, STRATEGY, choice, integer
 from ..numpy import (
     LossAndGradient,
@@ -24,20 +23,13 @@ from ..numpy import (
     _options,
     _Outputs,
     _same_type,
+    _sparse,
     _targets,
 )
 from ._transport import all_told, open_transport
 
 _ROWS = ("loss", "logits_max", "sum_exp_logits", "predicted_logits")
 MOST_ROWS = 2**48
-
-
-def refuse_tolerance(grad_tolerance: Any) -> None:
-    if tolerance(grad_tolerance) != 0.0:
-        raise NotImplementedError(
-            f"grad_tolerance is {grad_tolerance}, must be 0: a sparse gradient is not there yet for a "
-            "vocabulary split over ranks"
-        )
 
 
 def vocab_parallel_loss_and_gradient(
@@ -58,6 +50,8 @@ def vocab_parallel_loss_and_gradient(
     accumulate: bool | tuple[bool, bool] = False,
     strategy: str = "automatic",
     grad_tolerance: float = 0.0,
+    seed: int = 0,
+    token_ids: Any = None,
     chunk_tokens: int = 0,
     threads: int = 0,
     isa: str = "",
@@ -72,7 +66,9 @@ def vocab_parallel_loss_and_gradient(
     input, target: all tokens, the same on every rank. sequence_parallel: input is this rank's slice,
         balanced_shard(BT, ranks, rank), and so is grad_input; target is of all tokens.
     strategy: "automatic", "one_pass" or "recompute".
-    grad_tolerance: a sparse gradient is not there yet: must be 0.
+    grad_tolerance, seed, token_ids: as for `loss_and_gradient`, the same on every rank, token_ids of all
+        tokens. Each rank keeps its part of what a whole vocabulary would keep, and `sparse_counts` tells
+        of its part. Not with "recompute".
     chunk_tokens: tokens whose sum over the ranks runs while the next ones are computed, even; 0: automatic.
 
     What is returned has the same bits on every rank, but grad_weight, which is of this rank's rows, and
@@ -80,7 +76,7 @@ def vocab_parallel_loss_and_gradient(
     """
     transport = open_transport(group)
     with all_told(transport):
-        refuse_tolerance(grad_tolerance)
+        sparse, ids = _sparse(grad_tolerance, seed, token_ids)
         i, w = _operand("input", input), _operand("weight_shard", weight_shard)
         t = _targets("target", target)
         im, wm, tv = matrix("input", i), matrix("weight_shard", w), vector("target", t)
@@ -89,7 +85,7 @@ def vocab_parallel_loss_and_gradient(
         weights = None if token_weights is None else view("token_weights", token_weights, kinds=(F32,))
         c = _counts(counts)
         made = _Outputs(out, (*_ROWS, "grad_input", "grad_weight"), input=i, weight_shard=w, target=t,
-                        token_weights=weights, counts=c)  # fmt: skip
+                        token_weights=weights, counts=c, token_ids=ids)  # fmt: skip
         rows = [made.array(n, (BT,), F32) for n in _ROWS]
         gi = _gradient_output(made, "grad_input", grad_input, i.shape, i.dtype, input)
         gw = _gradient_output(made, "grad_weight", grad_weight, w.shape, i.dtype, weight_shard)
@@ -106,7 +102,7 @@ def vocab_parallel_loss_and_gradient(
             None if gi is None else matrix("grad_input", gi), add[0],
             None if gw is None else matrix("grad_weight", gw), add[1],
             integer("chunk_tokens", chunk_tokens), choice("strategy", strategy, STRATEGY), False,
-            _options(threads, isa, workspace_limit),
+            _options(threads, isa, workspace_limit), *sparse,
         )  # fmt: skip
     total, _, _ = run()
     return LossAndGradient(

@@ -28,9 +28,10 @@ from .._torch_ops import (
     scale_held,
     vector,
 )
+from .._sparse import for_core, tolerance
 from .._types import BF16, STRATEGY, integer
-from ..torch import _check_kinds, _check_main_grad, _normalizer, _operands, _token_weights
-from ._arrays import MOST_ROWS, refuse_tolerance
+from ..torch import _check_kinds, _check_main_grad, _normalizer, _operands, _seed, _token_weights
+from ._arrays import MOST_ROWS
 from ._transport import Transport, all_told, open_transport
 
 _NAME = "linear_weight_shard"
@@ -64,6 +65,7 @@ def vocab_parallel_linear_cross_entropy(
     chunk_tokens: Optional[int] = None,
     main_grad: bool = False,
     grad_tolerance: float = 0.0,
+    seed: Union[int, Tensor, None] = None,
 ) -> Tensor:
     """`logitless.linear_cross_entropy` of a weight whose rows are split over ranks. Collective, and
     so is its backward (in one pass the first one is not): every rank makes the same calls in the same order.
@@ -95,7 +97,9 @@ def vocab_parallel_linear_cross_entropy(
         chunk_tokens: tokens whose sum over the ranks runs while the next ones are computed, even;
             None: automatic.
         main_grad: add the weight's gradient to ``linear_weight_shard.main_grad`` (float32).
-        grad_tolerance: a sparse gradient is not there yet: must be 0.
+        grad_tolerance, seed: as of `linear_cross_entropy`, the same on every rank, which keeps its part of
+            what a whole vocabulary would keep. seed None: drawn from torch's default generator, which the
+            ranks must have seeded alike. Their data-parallel neighbours had better be seeded otherwise.
 
     An error on one rank, or something in which ranks differ, is the same exception on every rank. Where
     the transport fails it is a RuntimeError. torch.compile: a graph break, so not with fullgraph=True.
@@ -106,7 +110,7 @@ def vocab_parallel_linear_cross_entropy(
         if reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction is {reduction!r}, must be 'mean', 'sum' or 'none'")
         _check_mode(mode, reduction, main_grad)
-        refuse_tolerance(grad_tolerance)
+        grad_tolerance = tolerance(grad_tolerance)
         ignored = -100 if ignore_index is None else integer("ignore_index", ignore_index)
         limit = 0 if workspace_limit is None else integer("workspace_limit", workspace_limit, 0)
         chunk = 0 if chunk_tokens is None else integer("chunk_tokens", chunk_tokens)
@@ -133,10 +137,12 @@ def vocab_parallel_linear_cross_entropy(
             _check_main_grad(linear_weight_shard, _NAME)
         if not any(wanted) or reduction == "none" or main_grad:
             mode = RECOMPUTE
+        chosen = _seed(seed, draw=grad_tolerance != 0.0 and any(wanted))
+        sparse = () if chosen is None else for_core(grad_tolerance, int(chosen))
         call = _Call(
             transport, vocab_start, bool(sequence_parallel), reduction, ignored,
             _divisor(reduction, number, count), bf16, wanted, mode, limit, chunk,
-            linear_weight_shard if main_grad and wanted[1] else None,
+            linear_weight_shard if main_grad and wanted[1] else None, sparse,
         )  # fmt: skip
     arguments = (flat_input, weight, flat_target, None if reduction == "none" else weights, call)
     if any(wanted):
@@ -254,6 +260,7 @@ class _Call(NamedTuple):
     limit: int
     chunk_tokens: int
     parameter: Any  # whose main_grad gets the weight's gradient
+    sparse: Any  # the core's last argument, or none
 
 
 class _Forward(NamedTuple):
@@ -294,7 +301,7 @@ def _forward(
             optional_vector(token_weights), call.divisor, BF16 if call.bf16 else None, call.wanted,
             None, vector(loss), vector(logits_max), vector(sum_exp_logits), None,
             _optional_matrix(held[0]), False, _optional_matrix(held[1]), False, call.chunk_tokens,
-            _STRATEGIES[call.mode], call.mode == AUTO, options(call.limit),
+            _STRATEGIES[call.mode], call.mode == AUTO, options(call.limit), *call.sparse,
         )  # fmt: skip
     total, start, with_gradients = run()
     out = loss if call.reduction == "none" else torch.tensor(total, dtype=F32_T, device="cpu")
@@ -365,7 +372,8 @@ def _backward(
             BF16 if call.bf16 else None, call.wanted, (vector(logits_max), vector(sum_exp_logits)),
             None, None, None, None, _optional_matrix(grad_input), False,
             _optional_matrix(grad_weight if main is None else main), main is not None,
-            call.chunk_tokens, _STRATEGIES[RECOMPUTE], False, options(call.limit),
+            call.chunk_tokens, _STRATEGIES[AUTO if call.sparse else RECOMPUTE], False,
+            options(call.limit), *call.sparse,
         )  # fmt: skip
     run()
     if main is not None:
