@@ -101,7 +101,10 @@ class SparsePass {
 
   // Before anything else.
   void begin(const Team& team) {
-    if (team.rank() == 0) certain_rows_ = p_.certain_rows(team.size());
+    if (team.rank() == 0) {
+      certain_rows_ = p_.certain_rows(team.size());
+      room_ = p_.room(team.size());
+    }
     const uint64_t seed = cpu::vocab_seed(seed_);
     const Range columns = team.part(p_.segments() * cpu::kSegmentColumns);
     for (int64_t v = columns.begin; v < columns.end; ++v) {
@@ -242,11 +245,15 @@ class SparsePass {
     tail = {};
     if (!std::isfinite(max)) {  // nothing to tell by: thresholds that always hold
       tail.reference = std::numeric_limits<float>::quiet_NaN();
+      tail.candidates = static_cast<float>(most_kept());
       return false;
     }
     const auto each = static_cast<double>(p_.sample_stride);
     const auto V = static_cast<double>(p_.vocabulary);
     tail = s.row.tail(max, each);
+    const double guess = 0.5 * tail.guess(0, 0, p_.tolerance, each);
+    tail.candidates =
+        static_cast<float>(guess > 0 ? std::min(V, s.row.candidates(guess, each)) : V);
     const auto number = static_cast<double>(s.number);
     const double mean = s.moments[0] / number;
     const double variance = s.moments[1] / number - mean * mean;
@@ -280,8 +287,8 @@ class SparsePass {
   // ---- a group of rows -------------------------------------------------------------------------
 
   bool one_group(const Team& team, int64_t g0, int64_t rows) {
-    for (int64_t r0 = 0; r0 < rows; r0 += p_.block_rows()) {
-      const int64_t n = std::min(p_.block_rows(), rows - r0);
+    for (int64_t r0 = 0, n = 0; r0 < rows; r0 += n) {
+      n = rows_that_fit({g0 + r0, g0 + rows}, certain_rows_, room_);
       if (team.rank() == 0) list_block(r0, n);
       if (!one_block(team, g0, n, p_.sample_stride > 0)) return false;
     }
@@ -313,6 +320,22 @@ class SparsePass {
   // ---- the same in steps, for ranks ------------------------------------------------------------
 
   int64_t certain_rows() const { return certain_rows_; }
+  double room() const { return room_; }
+
+  // How many of these rows of the list make a block: as many as have room for the candidates that
+  // their samples lead to expect; `certain` rows have it in any case.
+  int64_t rows_that_fit(const Range& of, int64_t certain, double room) const {
+    const int64_t most = std::min(p_.block_rows(), of.size());
+    if (p_.sample_stride == 0) return most;
+    const auto* tails = region<SparseTail>(p_.tails);
+    int64_t n = 0;
+    for (double expected = 0; n < most; ++n) {
+      expected += static_cast<double>(tails[rows_[of.begin + n]].candidates);
+      if (expected > room) break;
+    }
+    if (n == most) return most;
+    return std::max(n - n % g_.mr, std::min(certain, most));  // whole panels
+  }
   const ForwardPass& forward() const { return forward_; }
 
   // Rows [r0, r0 + n) of the group become the block.
@@ -363,10 +386,13 @@ class SparsePass {
       const int64_t b = rows_[g0 + block[r]];
       forward_.take_row(r, b);
       block_region<float>(p_.forward.rest_max)[r] = -std::numeric_limits<float>::infinity();
-      for (const int64_t zero :
-           {p_.forward.rest_sum, p_.forward.rest_low, p_.forward.threshold, p_.forward.reference}) {
+      for (const int64_t zero : {p_.forward.rest_sum, p_.forward.rest_low}) {
         block_region<float>(zero)[r] = 0.0f;
       }
+      const float reference = guess ? region<SparseTail>(p_.tails)[b].reference : 0.0f;
+      const float threshold = guess ? forward_.threshold_of(b, reference, 0, 0) : 0.0f;
+      block_region<float>(p_.forward.threshold)[r] = threshold > 0 ? threshold : 0.0f;
+      block_region<float>(p_.forward.reference)[r] = threshold > 0 ? reference : 0.0f;
       block_region<uint32_t>(p_.forward.token_hash)[r] =
           cpu::hash_of(token_seed, source_.token_id(b));
     }
@@ -862,6 +888,7 @@ class SparsePass {
   ForwardPass forward_;
   ForwardPass::Collect collect_;
   // Written by the first member, read behind a barrier.
+  double room_ = 0;  // for candidates of the whole vocabulary
   int64_t certain_rows_ = 1;
   int64_t sparse_ = 0;
   int64_t pending_ = 0;

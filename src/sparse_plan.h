@@ -54,6 +54,12 @@ struct SparsePlanData {
     const int64_t of_a_row = std::max<int64_t>(1, most_segments(threads)) * cpu::kSegmentColumns;
     return std::max<int64_t>(1, capacity / of_a_row);
   }
+  // Candidates of the whole vocabulary that there is room for, a fifth more than are expected:
+  // where a list ends, all rows of the block come once more.
+  double room(int64_t threads) const {
+    const int64_t capacity = target.threads * thread_capacity - threads * kSlack;
+    return static_cast<double>(capacity) / 1.2 / std::max(share(), 1e-9);
+  }
   // Every so many vocabulary rows one is looked at beforehand; 0: none.
   int64_t sample_stride = 0;
   // The first is that of a global id.

@@ -82,19 +82,22 @@ class SoftmaxBins {
 struct SparseTail {
   static constexpr int kLevels = 24;
   float reference = 0;        // the sample's maximum
+  float candidates = 0;       // how many to expect of the whole row
   float below[kLevels] = {};  // of those < 2^-k; [0] of all
 
   // The threshold, relative to exp(reference), that the rule will probably not fall short of, from
   // the sum of the exponentials without the target's in the share of the columns seen so far,
   // relative to the same. For the others the sample speaks, without its largest, which may stand
-  // for too much. Of the tail each level is taken for somewhat more than the sample has. A row
-  // whose threshold does fall short comes once more.
+  // for too much. Of the tail each level is taken for what the sample has and four standard
+  // deviations more, and sixteen elements that it may have missed. A row whose threshold does fall
+  // short comes once more.
   double guess(double sum, double seen, double tolerance, double each) const {
     const double rest = sum + 0.8 * (1 - seen) * static_cast<double>(below[1]);
     const double bound = tolerance * tolerance * rest * rest;
     double level = 1;
     for (int k = 0; k < kLevels; ++k, level *= 0.5) {
-      const double mass = 4 * static_cast<double>(below[k]) + 16 * each * level;
+      const auto sampled = static_cast<double>(below[k]);
+      const double mass = sampled + 4 * std::sqrt(each * level * sampled) + 16 * each * level;
       const double t = k == 0 ? bound / mass : std::min(level, bound / mass);
       if (t >= 0.5 * level) return t;
     }
@@ -132,6 +135,18 @@ class SampledRow {
       tail.below[k] = static_cast<float>(each * std::max(0.0, below));
     }
     return tail;
+  }
+
+  // The number of elements that pass `threshold`: those above it, and of the smaller ones a share.
+  double candidates(double threshold, double each) const {
+    double number = 0;
+    double below = each * sum_;
+    double level = 1;
+    for (int k = 0; k < SparseTail::kLevels && threshold < level; ++k, level *= 0.5) {
+      number += each * static_cast<double>(count_[k]);
+      below -= each * at_level_[k];
+    }
+    return number + std::max(0.0, below) / threshold;
   }
 
   // The number of elements that the rule would keep, were the row's sum without the target `rest`;

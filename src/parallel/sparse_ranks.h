@@ -61,7 +61,7 @@ class SparseRanks {
     Pass pass(s_, operands_, statistics, gradients, in_.seed, p_.rows().begin, *this, rows, kinds,
               ws_ + p_.operators, stop_);
     team([&](const Team& team) { pass.begin(team); });
-    if (auto ok = agree_on_few(pass); !ok) return ok;
+    if (auto ok = agree_on_blocks(pass); !ok) return ok;
     if (s_.sample_stride > 0) {
       team([&](const Team& team) { pass.pack_sample(team); });
       for (int64_t r0 = 0; r0 < count; r0 += s_.block_rows()) {
@@ -139,15 +139,15 @@ class SparseRanks {
                                [&](int64_t r) { return all[r * stride_] != std::byte{0}; });
   }
 
-  // How many rows are done again at a time, which threads may decide.
-  Result<void> agree_on_few(const Pass& pass) {
-    few_ = std::min(pass.certain_rows(), s_.block_rows());
-    std::memcpy(mine(), &few_, sizeof few_);
-    if (auto ok = gather(sizeof few_); !ok) return ok;
+  // How many rows are done at a time, which threads may decide.
+  Result<void> agree_on_blocks(const Pass& pass) {
+    blocks_ = {std::min(pass.certain_rows(), s_.block_rows()), pass.room()};
+    std::memcpy(mine(), &blocks_, sizeof blocks_);
+    if (auto ok = gather(sizeof blocks_); !ok) return ok;
     for (int64_t r = 0; r < p_.ranks; ++r) {
-      int64_t few = 0;
-      std::memcpy(&few, of_rank(r), sizeof few);
-      few_ = std::min(few_, few);
+      Blocks theirs;
+      std::memcpy(&theirs, of_rank(r), sizeof theirs);
+      blocks_ = {std::min(blocks_.certain, theirs.certain), std::min(blocks_.room, theirs.room)};
     }
     return {};
   }
@@ -192,14 +192,14 @@ class SparseRanks {
   }
 
   Result<void> one_group(Pass& pass, int64_t g0, int64_t rows) {
-    for (int64_t r0 = 0; r0 < rows; r0 += s_.block_rows()) {
-      const int64_t n = std::min(s_.block_rows(), rows - r0);
+    for (int64_t r0 = 0, n = 0; r0 < rows; r0 += n) {
+      n = pass.rows_that_fit({g0 + r0, g0 + rows}, blocks_.certain, blocks_.room);
       pass.list_block(r0, n);
       if (auto ok = one_block(pass, g0, n, s_.sample_stride > 0); !ok) return ok;
     }
     const int64_t pending = pass.list_pending(g0, rows);
-    for (int64_t i0 = 0; i0 < pending; i0 += few_) {
-      const int64_t n = std::min(few_, pending - i0);
+    for (int64_t i0 = 0; i0 < pending; i0 += blocks_.certain) {
+      const int64_t n = std::min(blocks_.certain, pending - i0);
       pass.take_pending(i0, n);
       if (auto ok = one_block(pass, g0, n, false); !ok) return ok;
     }
@@ -336,7 +336,11 @@ class SparseRanks {
   std::byte* ws_;
   Stop& stop_;
   int64_t stride_ = 0;  // of what was gathered last
-  int64_t few_ = 1;
+  struct Blocks {
+    int64_t certain = 1;  // rows that fit whatever they look like
+    double room = 0;      // candidates
+  };
+  Blocks blocks_;
   bool began_ = false;
 };
 

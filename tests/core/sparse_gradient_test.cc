@@ -111,6 +111,27 @@ TEST_P(SparseGradient, GuessesThatFallFromRoundToRoundLoseNothing) {
   EXPECT_LE(all.within_an_ulp, 1 + all.kept / 50000) << "of " << all.kept << " kept";
 }
 
+// Rows that keep so much that blocks are cut where their candidates have no more room.
+TEST_P(SparseGradient, ShortBlocksLoseNothing) {
+  constexpr int64_t kTokens = 40;
+  constexpr int64_t kVocabulary = 4096;
+  OneHot o = one_hot_input({.BT = kTokens, .V = kVocabulary, .further = 1}, all_arithmetics()[0]);
+  o.step.grad_tolerance = 0x1p-7f;
+  std::mt19937 random(5);
+  std::normal_distribution<double> normal;
+  for (int64_t b = 0; b < kTokens; ++b) {
+    const double deviation = 2.5 + 0.02 * static_cast<double>(b);
+    for (int64_t v = 0; v < kVocabulary; ++v) o.set_logit(b, v, deviation * normal(random));
+  }
+  const StepResult exactly = exact(o.step);
+  const StepResult one = sparse(o.step, 1);
+  const KeptSet set = expect_kept_set(o, exactly, one);
+  EXPECT_GT(set.sparse_rows, kTokens / 2);
+  EXPECT_GT(set.kept, set.sparse_rows * kVocabulary / 10);  // its candidates: more than a fifth
+  EXPECT_LE(set.within_an_ulp, 1);
+  for (const int threads : {2, 3}) EXPECT_EQ(sparse(o.step, threads).bits(), one.bits());
+}
+
 // NaN where the sample looks, and a target so far ahead that what is left is next to nothing: such
 // rows are treated exactly, and nothing else is touched.
 TEST_P(SparseGradient, RowsThatNothingCanBeChosenFromAreExact) {
