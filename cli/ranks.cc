@@ -9,6 +9,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <new>
+#include <span>
 #include <string_view>
 
 #include "cli/failure.h"
@@ -136,6 +137,19 @@ void on_every_rank(Communicator& communicator, const std::function<void()>& work
       .exit_code = shared.error().kind == ErrorKind::cancelled ? kExitCancelled : kExitBadInput,
       .message = communicator.rank() == 0 ? shared.error().message : ""};
   throw failure;
+}
+
+SparseCounts over_ranks(Communicator& communicator, const SparseCounts& mine) {
+  std::vector<SparseCounts> all(static_cast<size_t>(communicator.size()));
+  take(communicator.all_gather(std::as_bytes(std::span(&mine, 1)),
+                               std::as_writable_bytes(std::span(all))));
+  SparseCounts whole = mine;  // rows and dense_rows are the same on every rank
+  whole.kept = whole.elements = 0;
+  for (const SparseCounts& counts : all) {
+    whole.kept += counts.kept;
+    whole.elements += counts.elements;
+  }
+  return whole;
 }
 
 }  // namespace logitless::cli

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "logitless/gradient.h"
 #include "logitless/parallel/communicator.h"
 #include "logitless/parallel/shards.h"
 
@@ -29,5 +30,9 @@ std::unique_ptr<Communicator> open_ranks();
 // Runs `work`, which may fail on some ranks only; then every rank fails, with the same sentence,
 // and only rank 0 says it.
 void on_every_rank(Communicator& communicator, const std::function<void()>& work);
+
+// Of the whole vocabulary, from what each rank says of its own rows. Collective; fails where the
+// ranks cannot communicate.
+SparseCounts over_ranks(Communicator& communicator, const SparseCounts& mine);
 
 }  // namespace logitless::cli

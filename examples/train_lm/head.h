@@ -2,12 +2,10 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "cli/host_tensor.h"
 #include "logitless/cancel.h"
-#include "logitless/loss_and_gradient.h"
 #include "logitless/parallel/vocab_parallel.h"
 
 namespace logitless::train_lm {
@@ -16,28 +14,17 @@ namespace logitless::train_lm {
 // the library for it. Operands are fp32 and multiplied in bf16, gradients are fp32.
 class Head {
  public:
-  // One of the two.
-  struct Plan {
-    std::optional<VocabParallelPlan> split;    // over the ranks
-    std::optional<LossAndGradientPlan> whole;  // on the only rank, with a sparse gradient
-
-    const Shape& shape() const { return split ? split->shape() : whole->shape(); }
-    int64_t workspace_bytes() const;
-    Isa isa() const { return split ? split->isa() : whole->isa(); }
-    int threads() const { return split ? split->threads() : whole->threads(); }
-    Strategy strategy() const { return split ? split->strategy() : whole->strategy(); }
-  };
   struct PlanOptions {
     bool with_gradients = true;
-    float grad_tolerance = 0;  // above 0: of a sparse gradient, which needs one rank
+    float grad_tolerance = 0;  // of a sparse gradient; 0 = exact
     int threads = 0;           // 0 = the library's default
   };
   // Collective. shape.V: of the whole vocabulary; rows: this rank's. Errors are the same on every
   // rank.
-  static Result<Plan> plan(Communicator& ranks, const Shape& shape, const RowRange& rows,
-                           const PlanOptions& options);
+  static Result<VocabParallelPlan> plan(Communicator& ranks, const Shape& shape,
+                                        const RowRange& rows, const PlanOptions& options);
   // Asks for its memory: std::bad_alloc.
-  Head(Communicator& ranks, Plan plan);
+  Head(Communicator& ranks, VocabParallelPlan plan);
 
   // Collective. Sum over BT tokens of the loss / normalizer, with the same bits on every rank.
   // Tokens whose target is kIgnored do not count. input [BT, H], weight [rows, H], target [BT]; the
@@ -49,14 +36,14 @@ class Head {
                      const CancelToken& cancel);
 
   static constexpr int64_t kIgnored = -1;
-  const Plan& the_plan() const { return plan_; }
-  // Of the last run.
+  const VocabParallelPlan& the_plan() const { return plan_; }
+  // Of the last run; of sparse_counts, kept and elements are those of this rank's rows.
   const std::vector<float>& loss() const { return loss_; }  // of every token
   const SparseCounts& sparse_counts() const { return counts_; }
 
  private:
   Communicator* ranks_;
-  Plan plan_;
+  VocabParallelPlan plan_;
   cli::Buffer workspace_;
   std::vector<float> loss_;
   SparseCounts counts_;

@@ -62,7 +62,7 @@ void add_train(CLI::App& app, TrainArguments& arguments) {
   number("--decay", options.decay, "AdamW's weight decay");
   number("--dropout", options.dropout, "Share of hidden values that a step leaves out");
   number("--grad-tolerance", options.grad_tolerance,
-         "Error of a sparse gradient of the head, of each word's; 0 = exact. On one rank");
+         "Error of a sparse gradient of the head, of each word's; 0 = exact");
   number("--seed", options.seed, "Of all random numbers");
   number("--held-out-every", arguments.held_out_every, "Steps between held-out losses");
   number("--checkpoint", arguments.checkpoint, "File that Ctrl-C and the end save the run in");

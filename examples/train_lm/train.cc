@@ -243,6 +243,7 @@ class Training {
   }
 
   int finish() {
+    const SparseCounts counts = cli::over_ranks(*ranks_, counts_);
     cli::on_every_rank(*ranks_, [&] {
       record_.losses = trainer_->losses();
       if (speaks_ && !arguments_.record.empty()) write_record(arguments_.record, record_);
@@ -258,13 +259,13 @@ class Training {
           steps_timed_, cli::format_count(static_cast<int64_t>(record_.tokens_per_second)),
           cli::format_bytes(record_.memory_bytes), record_.ranks, record_.ranks == 1 ? "" : "s");
     }
-    if (counts_.rows > 0) {
+    if (counts.rows > 0) {
       const auto percent = [](int64_t part, int64_t all) {
         return 100 * static_cast<double>(part) / static_cast<double>(std::max<int64_t>(all, 1));
       };
       fmt::print(
           "sparse gradients: {:.2f} % of grad_logits kept, beside {:.1f} % of the words exact\n",
-          percent(counts_.kept, counts_.elements), percent(counts_.dense_rows, counts_.rows));
+          percent(counts.kept, counts.elements), percent(counts.dense_rows, counts.rows));
     }
     return fine_ ? cli::kExitFine : cli::kExitVerificationFailed;
   }
@@ -283,7 +284,7 @@ class Training {
   std::unique_ptr<Trainer> trainer_;
   Record record_;
   int64_t steps_timed_ = 0;
-  SparseCounts counts_;  // of those steps
+  SparseCounts counts_;  // of those steps, of this rank's rows of the head
   bool fine_ = true;     // the first step, on rank 0
 };
 

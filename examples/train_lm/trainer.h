@@ -36,7 +36,7 @@ class Batches {
 class Trainer {
  public:
   struct Plans {
-    Head::Plan step, held_out;
+    VocabParallelPlan step, held_out;
   };
   // Not collective, and asks for the memory of the model and of a step: std::bad_alloc. text must
   // outlive the trainer.
@@ -60,8 +60,9 @@ class Trainer {
   int64_t steps_done() const { return static_cast<int64_t>(losses_.size()); }
   std::vector<double>& losses() { return losses_; }  // of every step
   const Split& split() const { return split_; }
-  const Head::Plan& plan() const { return head_.the_plan(); }
-  const SparseCounts& sparse_counts() const { return head_.sparse_counts(); }  // of the last step
+  const VocabParallelPlan& plan() const { return head_.the_plan(); }
+  // Of the last step; kept and elements are those of this rank's rows.
+  const SparseCounts& sparse_counts() const { return head_.sparse_counts(); }
 
   // Of the last step, for checking it.
   const std::vector<float>& head_input() const { return layers_.output(); }  // [BT, H]

@@ -37,7 +37,7 @@ TEST(Checkpoint, AResumedRunHasTheSameBits) {
   Options sparse = small_options();
   sparse.grad_tolerance = 0.5;
   for (const auto& [ranks, options] :
-       {std::pair(1, small_options()), {4, small_options()}, {1, sparse}}) {
+       {std::pair(1, small_options()), {4, small_options()}, {1, sparse}, {3, sparse}}) {
     const auto cover = small_cover(text.V(), ranks);
     std::vector<std::vector<uint32_t>> whole(4), resumed(4);
     with_trainers(ranks, options, text, [&](Communicator& communicator, Trainer& trainer) {
