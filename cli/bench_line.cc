@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cli/operators.h"
+
 namespace logitless::cli {
 namespace {
 
@@ -96,10 +98,7 @@ double BenchLine::spread() const {
   return (high - low) / seconds_median();
 }
 
-double BenchLine::kept_share() const {
-  if (sparse_counts.elements == 0) return 0;
-  return static_cast<double>(sparse_counts.kept) / static_cast<double>(sparse_counts.elements);
-}
+double BenchLine::kept_share() const { return cli::kept_share(sparse_counts); }
 
 double BenchLine::bytes_seconds() const {
   return (work.bytes_read + work.bytes_written) / read_bytes_per_second;

@@ -530,15 +530,13 @@ class BenchRun {
 };
 
 ordered_json rank_line_json(const RankBenchLine& line) {
-  ordered_json cover = ordered_json::array();
-  for (const RowRange& rows : line.cover) cover.push_back({rows.begin, rows.end});
   return {{"op", "vocab-parallel"},
           {"shape", to_json(line.shape)},
           {"dtype", logitless::name_of(line.dtype)},
           {"isa", logitless::name_of(line.isa)},
           {"ranks", line.ranks},
           {"threads", line.threads},
-          {"split", std::move(cover)},
+          {"split", to_json(line.cover)},
           {"strategy", name_of(line.strategy)},
           {"chunk_tokens", line.chunk_tokens},
           {"repeats", line.repeats},

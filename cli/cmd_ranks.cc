@@ -7,6 +7,7 @@
 #include <bit>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <utility>
 
@@ -100,6 +101,7 @@ struct Outputs {
   HostTensor grad_input;                                          // [BT, H]
   HostTensor grad_weight;                                         // this rank's rows
   double total = 0;
+  SparseCounts sparse_counts;  // of a sparse gradient, this rank's rows
 };
 
 // Rows of every rank -> the whole matrix, on rank 0; in blocks, so that the other ranks need no
@@ -110,13 +112,17 @@ HostTensor gather_rows(Communicator& communicator, const HostTensor& mine,
   const bool keeps = communicator.rank() == 0;
   const int64_t H = mine.shape()[1];
   const int64_t row_bytes = H * size_of(mine.dtype());
-  HostTensor whole(mine.dtype(), {keeps ? V : 0, H});
-  if (row_bytes == 0) return whole;
   int64_t longest = 0;
   for (const RowRange& rows : cover) longest = std::max(longest, rows.size());
-  const int64_t block_rows = std::max<int64_t>(1, kBlockBytes / row_bytes);
-  std::vector<std::byte> sent(static_cast<size_t>(block_rows * row_bytes));
-  std::vector<std::byte> all(sent.size() * cover.size());
+  const int64_t block_rows = std::max<int64_t>(1, kBlockBytes / std::max<int64_t>(1, row_bytes));
+  HostTensor whole;
+  std::vector<std::byte> sent, all;
+  on_every_rank(communicator, [&] {
+    whole = HostTensor(mine.dtype(), {keeps ? V : 0, H});
+    sent.resize(static_cast<size_t>(block_rows * row_bytes));
+    all.resize(sent.size() * cover.size());
+  });
+  if (row_bytes == 0) return whole;
   for (int64_t first = 0; first < longest; first += block_rows) {
     const auto rows_of = [&](const RowRange& rows) {
       return std::clamp<int64_t>(rows.size() - first, 0, block_rows);
@@ -205,6 +211,7 @@ Result<VocabParallelPlan> plan_on_ranks(Communicator& communicator, const RankCa
   types.grad_input = types.grad_weight = {};
   if (run_options.gradient) {
     types.grad_input = types.grad_weight = GradientOutput{.dtype = r.grad_dtype};
+    types.grad_tolerance = run_options.sparse.tolerance;
   }
   types.chunk_tokens = run_options.chunk_tokens;
   types.strategy = strategy;
@@ -231,11 +238,12 @@ struct Ran {
   double seconds = 0;
 };
 
+// seed: of a sparse gradient.
 Ran run_plan(MeteredCommunicator& communicator, const RankCase& r, const VocabParallelPlan& plan,
-             const CancelToken& cancel) {
+             uint64_t seed, Workspace& workspace, const CancelToken& cancel) {
   Ran ran;
   Outputs& out = ran.out;
-  Buffer workspace;
+  std::span<std::byte> scratch;
   const bool with_gradient = plan.types().grad_input.has_value();
   on_every_rank(communicator, [&] {
     for (HostTensor* vector :
@@ -246,7 +254,7 @@ Ran run_plan(MeteredCommunicator& communicator, const RankCase& r, const VocabPa
       out.grad_input = HostTensor(r.grad_dtype, {r.shape.BT, r.shape.H});
       out.grad_weight = HostTensor(r.grad_dtype, {r.rows.size(), r.shape.H});
     }
-    workspace = Buffer(plan.workspace_bytes());
+    scratch = workspace.get(plan.workspace_bytes());
   });
   LossAndGradientOperands operands;
   operands.input = r.c.input.matrix();
@@ -254,6 +262,7 @@ Ran run_plan(MeteredCommunicator& communicator, const RankCase& r, const VocabPa
   operands.target = r.target.vector();
   operands.rows.counts = r.counting.vector();
   operands.token_weights = r.c.grad.vector();
+  operands.seed = seed;
   LossAndGradientOutputs outputs;
   outputs.loss = out.loss.vector();
   outputs.total = &out.total;
@@ -263,15 +272,135 @@ Ran run_plan(MeteredCommunicator& communicator, const RankCase& r, const VocabPa
   if (with_gradient) {
     outputs.grad_input = out.grad_input.matrix();
     outputs.grad_weight = out.grad_weight.matrix();
+    if (plan.types().grad_tolerance > 0) outputs.sparse_counts = &out.sparse_counts;
   }
   communicator.waited_seconds = 0;
   communicator.gathered_bytes = communicator.summed_bytes = 0;
   const auto start = Clock::now();
-  const Result<void> result = run(plan, communicator, operands, outputs, workspace.span(), &cancel);
+  const Result<void> result = run(plan, communicator, operands, outputs, scratch, &cancel);
   ran.seconds = std::chrono::duration<double>(Clock::now() - start).count();
   take_on_ranks(communicator, result);
   return ran;
 }
+
+// Rank 0 alone has judged; what it says, on every rank.
+int exit_code_of_rank_0(Communicator& world, bool fine) {
+  const double verdict = fine ? 1 : 0;
+  std::vector<double> verdicts(static_cast<size_t>(world.size()));
+  take(world.all_gather(std::as_bytes(std::span(&verdict, 1)),
+                        std::as_writable_bytes(std::span(verdicts))));
+  return verdicts[0] == 1 ? kExitFine : kExitVerificationFailed;
+}
+
+// Steps that rank 0 asks for and the other ranks take part in.
+class OrderedSteps {
+ public:
+  // Collective; fails where a sparse step is impossible.
+  OrderedSteps(MeteredCommunicator& communicator, RankCase& r, const RankRun& run_options,
+               const CancelToken& cancel)
+      : world_(communicator), case_(r), cancel_(cancel) {
+    auto sparse = plan_on_ranks(world_, r, run_options, Strategy::automatic);
+    take_on_ranks(world_, sparse ? Result<void>() : sparse.error());
+    sparse_ = std::move(sparse).value();
+    RankRun exact_run = run_options;
+    exact_run.sparse = {};
+    auto exact = plan_on_ranks(world_, r, exact_run, Strategy::automatic);
+    if (exact) {
+      exact_ = std::move(exact).value();
+    } else if (exact.error().kind != ErrorKind::limit_too_small) {
+      take_on_ranks(world_, exact.error());
+    }
+    on_every_rank(world_, [&] {
+      sent_.resize(sizeof(Order) + static_cast<size_t>(r.c.grad.bytes()));
+      received_.resize(sent_.size() * static_cast<size_t>(world_.size()));
+    });
+  }
+
+  // Collective. Rank 0 does `work`, which may ask for steps; what fails is every rank's failure.
+  void run(const std::function<void()>& work) {
+    std::exception_ptr failed;
+    try {
+      if (world_.rank() == 0) {
+        work();
+      } else {
+        while (take_order().step) do_step();
+      }
+    } catch (...) {
+      if (together_) throw;  // on every rank
+      failed = std::current_exception();
+    }
+    if (world_.rank() == 0) {
+      order_ = {.step = 0, .seed = 0, .tolerance = 0};
+      send();
+    }
+    on_every_rank(world_, [&] {
+      if (failed) std::rethrow_exception(failed);
+    });
+  }
+
+  // On rank 0, within run(): as MakeStep.
+  std::optional<StepResult> step(const Case& c, const SparseGradient& sparse) {
+    if (sparse.tolerance == 0 && !exact_) return {};
+    std::memcpy(case_.c.grad.data(), c.grad.data(), static_cast<size_t>(c.grad.bytes()));
+    order_ = {.step = 1, .seed = sparse.seed, .tolerance = sparse.tolerance};
+    send();
+    return do_step();
+  }
+
+  const VocabParallelPlan& sparse_plan() const { return *sparse_; }
+  bool same_on_every_rank() const { return same_; }  // in all steps so far
+
+ private:
+  struct Order {
+    int64_t step = 0;  // 0: that was all
+    uint64_t seed = 0;
+    double tolerance = 0;
+  };
+
+  // Everyone gets what rank 0 has put into order_ and the case's grad.
+  void send() {
+    std::memcpy(sent_.data(), &order_, sizeof order_);
+    std::memcpy(sent_.data() + sizeof order_, case_.c.grad.data(),
+                static_cast<size_t>(case_.c.grad.bytes()));
+    take(world_.all_gather(sent_, received_));
+  }
+  const Order& take_order() {
+    send();
+    std::memcpy(&order_, received_.data(), sizeof order_);
+    std::memcpy(case_.c.grad.data(), received_.data() + sizeof order_,
+                static_cast<size_t>(case_.c.grad.bytes()));
+    return order_;
+  }
+
+  // Collective. Of the gradients rank 0 has all, the others nothing.
+  StepResult do_step() {
+    together_ = true;
+    const VocabParallelPlan& plan = order_.tolerance > 0 ? *sparse_ : *exact_;
+    Ran ran = run_plan(world_, case_, plan, order_.seed, workspace_, cancel_);
+    same_ = cli::same_on_every_rank(world_, ran.out) && same_;
+    StepResult result;
+    result.grad_weight = gather_rows(world_, ran.out.grad_weight, case_.cover, case_.shape.V);
+    result.sparse_counts = over_ranks(world_, ran.out.sparse_counts);
+    result.logits_max = std::move(ran.out.logits_max);
+    result.sum_exp_logits = std::move(ran.out.sum_exp_logits);
+    result.predicted_logits = std::move(ran.out.predicted_logits);
+    result.loss = std::move(ran.out.loss);
+    result.total = ran.out.total;
+    result.grad_input = std::move(ran.out.grad_input);
+    together_ = false;
+    return result;
+  }
+
+  MeteredCommunicator& world_;
+  RankCase& case_;
+  const CancelToken& cancel_;
+  std::optional<VocabParallelPlan> sparse_, exact_;
+  Workspace workspace_;
+  Order order_;
+  std::vector<std::byte> sent_, received_;
+  bool together_ = false;  // in a step: what fails there fails on every rank
+  bool same_ = true;
+};
 
 }  // namespace
 
@@ -292,12 +421,15 @@ int run_on_ranks(const RankRun& run_options) {
   take_on_ranks(*world, planned ? Result<void>() : planned.error());
   const VocabParallelPlan& plan = *planned;
   show(with_gradient ? "loss and gradient" : "forward and loss");
-  const Ran ran = run_plan(communicator, r, plan, cancel);
+  Workspace workspace;
+  const Ran ran = run_plan(communicator, r, plan, run_options.sparse.seed, workspace, cancel);
   const Outputs& out = ran.out;
   const double seconds = ran.seconds;
   const Case& c = r.c;
   const std::vector<RowRange>& cover = r.cover;
   const Shape& shape = r.shape;
+  const bool sparse = with_gradient && run_options.sparse.tolerance > 0;
+  const SparseCounts counts = over_ranks(*world, out.sparse_counts);
 
   if (!run_options.out.empty()) {
     show("writing");
@@ -317,6 +449,10 @@ int run_on_ranks(const RankRun& run_options) {
       metadata["isa"] = logitless::name_of(plan.isa());
       metadata["ranks"] = fmt::format("{}", world->size());
       if (with_gradient) metadata["strategy"] = name_of(plan.strategy());
+      if (sparse) {
+        metadata["grad_tolerance"] = format_tolerance(run_options.sparse.tolerance);
+        metadata["seed"] = fmt::format("{}", run_options.sparse.seed);
+      }
       metadata["made_by"] = "logitless " LOGITLESS_VERSION;
       take(write_safetensors(run_options.out, tensors, metadata, &cancel));
     });
@@ -334,21 +470,27 @@ int run_on_ranks(const RankRun& run_options) {
   }
   const double mean = sum / static_cast<double>(std::max<int64_t>(n, 1));
   if (run_options.json) {
-    ordered_json shards = ordered_json::array();
-    for (const RowRange& shard : cover) shards.push_back({shard.begin, shard.end});
     ordered_json document = {{"case", c.source},
                              {"shape", to_json(shape)},
                              {"dtype", logitless::name_of(c.dtype())},
                              {"isa", logitless::name_of(plan.isa())},
                              {"threads", plan.threads()},
                              {"ranks", world->size()},
-                             {"split", std::move(shards)},
+                             {"split", to_json(cover)},
                              {"tokens_counting", r.counted}};
     if (run_options.with_loss) {
       document["mean_loss"] = mean;
       document["largest_loss"] = largest;
     }
     if (with_gradient) document["strategy"] = name_of(plan.strategy());
+    if (sparse) {
+      document["grad_tolerance"] = run_options.sparse.tolerance;
+      document["seed"] = run_options.sparse.seed;
+      document["rows"] = counts.rows;
+      document["dense_rows"] = counts.dense_rows;
+      document["kept"] = counts.kept;
+      document["elements"] = counts.elements;
+    }
     document["seconds"] = seconds;
     document["waited_seconds"] = communicator.waited_seconds;
     document["gathered_bytes"] = communicator.gathered_bytes;
@@ -365,12 +507,17 @@ int run_on_ranks(const RankRun& run_options) {
     ends += fmt::format("{}{} to {}", ends.empty() ? "" : ", ", shard.begin, shard.end);
   }
   fmt::print("\nranks  {}, vocabulary rows {}\n", world->size(), ends);
+  std::string how;
+  if (sparse) {
+    how = fmt::format(", sparse gradient, grad_tolerance {}, seed {}",
+                      format_tolerance(run_options.sparse.tolerance), run_options.sparse.seed);
+  } else if (with_gradient) {
+    how = plan.strategy() == Strategy::one_pass ? ", one pass" : ", logits recomputed";
+  }
   fmt::print("run    {}, {} thread{} each{}\n", logitless::name_of(plan.isa()), plan.threads(),
-             plan.threads() == 1 ? "" : "s",
-             !with_gradient                          ? ""
-             : plan.strategy() == Strategy::one_pass ? ", one pass"
-                                                     : ", logits recomputed");
+             plan.threads() == 1 ? "" : "s", how);
   if (run_options.with_loss) fmt::print("loss   mean {:.9g}, largest {:.9g}\n", mean, largest);
+  if (sparse) print_kept(counts);
   fmt::print("time   {} on rank 0, of which {} waiting for other ranks; workspace {}\n",
              format_seconds(seconds), format_seconds(communicator.waited_seconds),
              format_bytes(plan.workspace_bytes()));
@@ -398,6 +545,7 @@ int verify_on_ranks(const RankRun& run_options, bool full) {
   Isa isa = Isa::scalar;
   int threads = 0;
   std::vector<int64_t> chunks;
+  Workspace workspace;
   for (const Strategy strategy : {Strategy::one_pass, Strategy::recompute}) {
     const std::string name = strategy == Strategy::one_pass ? "one pass" : "recomputed";
     show(name);
@@ -410,7 +558,7 @@ int verify_on_ranks(const RankRun& run_options, bool full) {
     isa = plan->isa();
     threads = plan->threads();
     chunks.push_back(plan->chunk_tokens());
-    Ran ran = run_plan(communicator, r, *plan, cancel);
+    Ran ran = run_plan(communicator, r, *plan, 0, workspace, cancel);
     const bool same_everywhere = same_on_every_rank(*world, ran.out);
     ForeignOutputs outputs;
     outputs["grad_weight"] = gather_rows(*world, ran.out.grad_weight, r.cover, r.shape.V);
@@ -437,24 +585,17 @@ int verify_on_ranks(const RankRun& run_options, bool full) {
     });
   }
   const bool fine = std::ranges::all_of(judgements, [](const auto& j) { return j.fine(); });
-  // Rank 0 alone has judged.
-  double verdict = fine ? 1 : 0;
-  std::vector<double> verdicts(static_cast<size_t>(world->size()));
-  take(world->all_gather(std::as_bytes(std::span(&verdict, 1)),
-                         std::as_writable_bytes(std::span(verdicts))));
-  const int code = verdicts[0] == 1 ? kExitFine : kExitVerificationFailed;
+  const int code = exit_code_of_rank_0(*world, fine);
   if (!speaks) return code;
   const Sample& sample = report.sample;
   if (run_options.json) {
-    ordered_json shards = ordered_json::array();
-    for (const RowRange& shard : r.cover) shards.push_back({shard.begin, shard.end});
     print_json({{"case", r.c.source},
                 {"shape", to_json(r.shape)},
                 {"dtype", logitless::name_of(r.c.dtype())},
                 {"isa", logitless::name_of(isa)},
                 {"threads", threads},
                 {"ranks", world->size()},
-                {"split", std::move(shards)},
+                {"split", to_json(r.cover)},
                 {"chunk_tokens", chunks},
                 {"complete", sample.complete},
                 {"tokens_checked", sample.tokens.size()},
@@ -490,6 +631,45 @@ int verify_on_ranks(const RankRun& run_options, bool full) {
              fine ? "every error is within what is allowed"
                   : "verification failed: an error is beyond what is allowed");
   return code;
+}
+
+int verify_sparse_on_ranks(const RankRun& run_options, int seeds, bool full) {
+  const std::unique_ptr<Communicator> world = open_ranks();
+  MeteredCommunicator communicator(*world);
+  const CancelToken& cancel = cancel_on_interrupt();
+  Progress progress;
+  const auto show = [&](const std::string& what) {
+    if (world->rank() == 0) progress.show(what);
+  };
+  show("reading the case");
+  RankRun fp32 = run_options;
+  fp32.grad_dtype = DType::f32;
+  RankCase r = load_on_ranks(*world, fp32);
+  OrderedSteps steps(communicator, r, fp32, cancel);
+  SparseVerifyReport report;
+  steps.run([&] {
+    Case whole = fp32.case_arguments->load();
+    SparseVerifyOptions options;
+    options.sparse = fp32.sparse;
+    options.seeds = seeds;
+    options.full = full;
+    options.run = fp32.settings;
+    options.run.threads = steps.sparse_plan().threads();
+    options.make_step = [&](const Case& c, const SparseGradient& sparse) {
+      return steps.step(c, sparse);
+    };
+    options.progress = show;
+    report = verify_sparse(whole, options);
+    report.isa = steps.sparse_plan().isa();
+    report.threads = steps.sparse_plan().threads();
+    report.workspace_bytes = steps.sparse_plan().workspace_bytes();
+    ElementJudge same("every step", "the same bits on every rank");
+    same.add(steps.same_on_every_rank() ? 1 : 0, 1, 0, -1);
+    report.judgements.push_back(same.verdict());
+  });
+  const int code = exit_code_of_rank_0(*world, report.fine());
+  if (world->rank() != 0) return code;
+  return print_sparse_verification(report, r.c, fp32.sparse, run_options.json, r.cover);
 }
 
 }  // namespace logitless::cli

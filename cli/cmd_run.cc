@@ -88,7 +88,8 @@ std::vector<StageCost> by_stage(const Costs& costs) {
 }
 
 // Under mpirun, where every rank comes here with the same arguments.
-int run_split(const RunArguments& arguments, LogitsRounding rounding, GradientMode mode) {
+int run_split(const RunArguments& arguments, const SparseGradient& sparse, LogitsRounding rounding,
+              GradientMode mode) {
   const auto only_alone = [](bool asked, const char* option) {
     if (asked) fail(fmt::format("{} is for one rank: not with mpirun or --split", option));
   };
@@ -96,7 +97,6 @@ int run_split(const RunArguments& arguments, LogitsRounding rounding, GradientMo
   only_alone(rounding != LogitsRounding::none, "--logits-rounding operand");
   only_alone(mode != GradientMode::memory_saving, "--mode high-performance");
   only_alone(arguments.with_softmax, "--with-softmax");
-  only_alone(!arguments.sparse.grad_tolerance.empty(), "--grad-tolerance");
   RankRun run;
   run.case_arguments = &arguments.case_arguments;
   run.settings = arguments.common.settings();
@@ -106,6 +106,7 @@ int run_split(const RunArguments& arguments, LogitsRounding rounding, GradientMo
   if (!arguments.grad_dtype.empty()) {
     run.grad_dtype = take(parse_operand_dtype(arguments.grad_dtype));
   }
+  run.sparse = sparse;
   run.chunk_tokens = arguments.chunk_tokens;
   run.strategy = parse_strategy(arguments.strategy);
   if (!arguments.split.empty()) run.split = arguments.split;
@@ -150,9 +151,6 @@ int run_sparse(const RunArguments& arguments, const SparseGradient& sparse, Logi
       operators.step(Strategy::automatic, grad_dtype_for(arguments, c), sparse);
   if (!step) fail("--workspace-limit leaves no room for loss and gradient in one call");
   const SparseCounts& counts = step->sparse_counts;
-  const double kept = counts.elements == 0
-                          ? 0
-                          : static_cast<double>(counts.kept) / static_cast<double>(counts.elements);
   if (!arguments.out.empty()) {
     progress.show("writing");
     std::map<std::string, std::string> metadata = case_metadata(0, c.shape().V);
@@ -199,8 +197,7 @@ int run_sparse(const RunArguments& arguments, const SparseGradient& sparse, Logi
              logitless::name_of(operators.isa()), operators.threads(),
              operators.threads() == 1 ? "" : "s", format_tolerance(sparse.tolerance), sparse.seed);
   fmt::print("loss   mean {:.9g}, largest {:.9g}\n", summary.mean, summary.largest);
-  fmt::print("kept   {:.3g} % of grad_logits; {} of {} rows dense\n", 100 * kept,
-             format_count(counts.dense_rows), format_count(counts.rows));
+  print_kept(counts);
   fmt::print("time   {}, workspace {}\n", format_seconds(cost.seconds),
              format_bytes(cost.workspace_bytes));
   if (!arguments.out.empty()) fmt::print("wrote  {}\n", arguments.out);
@@ -212,7 +209,9 @@ int run_operators(const RunArguments& arguments) {
   const LogitsRounding rounding = parse_rounding(arguments.rounding);
   const GradientMode mode = parse_mode(arguments.mode);
   const SparseGradient sparse = arguments.sparse.parse();
-  if (started_as_rank() || !arguments.split.empty()) return run_split(arguments, rounding, mode);
+  if (started_as_rank() || !arguments.split.empty()) {
+    return run_split(arguments, sparse, rounding, mode);
+  }
   if (sparse.tolerance > 0) return run_sparse(arguments, sparse, rounding, mode);
   const CancelToken& cancel = cancel_on_interrupt();
   settings.cancel = &cancel;
@@ -386,6 +385,7 @@ void add_forward_loss_gradient(CLI::App& app, Command& command) {
                "The loss's outputs, grad_input and grad_weight",
                "  logitless gradient case.safetensors --mode memory-saving --shards 4 --out "
                "gradient.safetensors\n"
+               "  logitless gradient case.safetensors --grad-tolerance 2^-9 --seed 17\n"
                "  mpirun -n 4 logitless gradient case.safetensors --split padded");
 }
 

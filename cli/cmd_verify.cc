@@ -26,11 +26,8 @@ struct VerifyArguments {
 };
 
 // Under mpirun: what only ranks do.
-int run_split(const VerifyArguments& arguments) {
+int run_split(const VerifyArguments& arguments, const SparseGradient& sparse) {
   if (arguments.shards > 1) fail("--shards is for one rank: not with mpirun or --split");
-  if (!arguments.sparse.grad_tolerance.empty()) {
-    fail("--grad-tolerance is for one rank: not with mpirun or --split");
-  }
   RankRun run;
   run.case_arguments = &arguments.case_arguments;
   run.settings = arguments.common.settings();
@@ -38,7 +35,9 @@ int run_split(const VerifyArguments& arguments) {
   run.with_loss = run.gradient = true;
   run.chunk_tokens = arguments.chunk_tokens;
   if (!arguments.split.empty()) run.split = arguments.split;
-  return verify_on_ranks(run, arguments.full);
+  if (sparse.tolerance == 0) return verify_on_ranks(run, arguments.full);
+  run.sparse = sparse;
+  return verify_sparse_on_ranks(run, arguments.seeds, arguments.full);
 }
 
 ordered_json errors_json(const RelativeErrors& errors) {
@@ -48,18 +47,17 @@ ordered_json errors_json(const RelativeErrors& errors) {
   return document;
 }
 
-void print_sparse(const SparseVerifyReport& report, const Case& c, const SparseGradient& sparse) {
+void print_sparse(const SparseVerifyReport& report, const Case& c, const SparseGradient& sparse,
+                  const std::vector<RowRange>& cover) {
   const SparseCounts& counts = report.counts;
-  const double kept = counts.elements == 0
-                          ? 0
-                          : static_cast<double>(counts.kept) / static_cast<double>(counts.elements);
-  fmt::print("{} {}, {}, {} thread{}, workspace {}\n", format_shape(report.shape),
-             logitless::name_of(c.dtype()), logitless::name_of(report.isa), report.threads,
+  const std::string ranks = cover.empty() ? "" : fmt::format("{} ranks of ", cover.size());
+  fmt::print("{} {}, {}, {}{} thread{}, workspace {}\n", format_shape(report.shape),
+             logitless::name_of(c.dtype()), logitless::name_of(report.isa), ranks, report.threads,
              report.threads == 1 ? "" : "s", format_bytes(report.workspace_bytes));
   fmt::print("sparse gradient to fp32, grad_tolerance {} ({:.3g}), seed {}\n",
              format_tolerance(sparse.tolerance), sparse.tolerance, sparse.seed);
-  fmt::print("kept {:.3g} % of grad_logits; {} of {} rows with a gradient are dense\n", 100 * kept,
-             format_count(counts.dense_rows), format_count(counts.rows));
+  fmt::print("kept {:.3g} % of grad_logits; {} of {} rows with a gradient are dense\n",
+             100 * kept_share(counts), format_count(counts.dense_rows), format_count(counts.rows));
   if (!report.sample.complete) {
     fmt::print("errors are those of {} of {} tokens and {} of {} vocabulary rows (--full: all)\n",
                format_count(static_cast<int64_t>(report.sample.tokens.size())),
@@ -125,48 +123,16 @@ int run_verify_sparse(const VerifyArguments& arguments, const SparseGradient& sp
   progress.show("reading the case");
   Case c = arguments.case_arguments.load();
   const SparseVerifyReport report = verify_sparse(c, options);
-  const int code = report.fine() ? kExitFine : kExitVerificationFailed;
-  if (arguments.common.json) {
-    const SparseCounts& counts = report.counts;
-    print_json({{"case", c.source},
-                {"shape", to_json(report.shape)},
-                {"dtype", logitless::name_of(c.dtype())},
-                {"isa", logitless::name_of(report.isa)},
-                {"threads", report.threads},
-                {"grad_tolerance", sparse.tolerance},
-                {"seed", sparse.seed},
-                {"rows", counts.rows},
-                {"dense_rows", counts.dense_rows},
-                {"kept", counts.kept},
-                {"elements", counts.elements},
-                {"complete", report.sample.complete},
-                {"tokens_checked", report.sample.tokens.size()},
-                {"vocabulary_rows_checked", report.sample.vocabulary.size()},
-                {"grad_input", errors_json(report.grad_input)},
-                {"certain_rows", report.certain_rows},
-                {"grad_weight", errors_json(report.grad_weight)},
-                {"seeds", report.seeds},
-                {"bias_rows", report.bias_rows},
-                {"fixed_rows", report.fixed_rows},
-                {"workspace_bytes", report.workspace_bytes},
-                {"judgements", to_json(report.judgements)},
-                {"fine", report.fine()}});
-    return code;
-  }
-  print_sparse(report, c, sparse);
-  fmt::print("{} {}\n", report.fine() ? marks().good : marks().bad,
-             report.fine() ? "every error is within what is allowed"
-                           : "verification failed: an error is beyond what is allowed");
-  return code;
+  return print_sparse_verification(report, c, sparse, arguments.common.json);
 }
 
 int run_verify(const VerifyArguments& arguments) {
   const SparseGradient sparse = arguments.sparse.parse();
-  if (started_as_rank() || !arguments.split.empty()) return run_split(arguments);
-  if (sparse.tolerance > 0) return run_verify_sparse(arguments, sparse);
-  if (!arguments.sparse.grad_tolerance.empty()) {
+  if (!arguments.sparse.grad_tolerance.empty() && sparse.tolerance == 0) {
     fail("--grad-tolerance is 0, that of exact gradients: without it verify judges these");
   }
+  if (started_as_rank() || !arguments.split.empty()) return run_split(arguments, sparse);
+  if (sparse.tolerance > 0) return run_verify_sparse(arguments, sparse);
   VerifyOptions options;
   options.shards = arguments.shards;
   options.full = arguments.full;
@@ -227,6 +193,49 @@ int run_verify(const VerifyArguments& arguments) {
 
 }  // namespace
 
+int print_sparse_verification(const SparseVerifyReport& report, const Case& c,
+                              const SparseGradient& sparse, bool json,
+                              const std::vector<RowRange>& cover) {
+  const int code = report.fine() ? kExitFine : kExitVerificationFailed;
+  if (!json) {
+    print_sparse(report, c, sparse, cover);
+    fmt::print("{} {}\n", report.fine() ? marks().good : marks().bad,
+               report.fine() ? "every error is within what is allowed"
+                             : "verification failed: an error is beyond what is allowed");
+    return code;
+  }
+  const SparseCounts& counts = report.counts;
+  ordered_json document = {{"case", c.source},
+                           {"shape", to_json(report.shape)},
+                           {"dtype", logitless::name_of(c.dtype())},
+                           {"isa", logitless::name_of(report.isa)},
+                           {"threads", report.threads}};
+  if (!cover.empty()) {
+    document["ranks"] = cover.size();
+    document["split"] = to_json(cover);
+  }
+  document.update({{"grad_tolerance", sparse.tolerance},
+                   {"seed", sparse.seed},
+                   {"rows", counts.rows},
+                   {"dense_rows", counts.dense_rows},
+                   {"kept", counts.kept},
+                   {"elements", counts.elements},
+                   {"complete", report.sample.complete},
+                   {"tokens_checked", report.sample.tokens.size()},
+                   {"vocabulary_rows_checked", report.sample.vocabulary.size()},
+                   {"grad_input", errors_json(report.grad_input)},
+                   {"certain_rows", report.certain_rows},
+                   {"grad_weight", errors_json(report.grad_weight)},
+                   {"seeds", report.seeds},
+                   {"bias_rows", report.bias_rows},
+                   {"fixed_rows", report.fixed_rows},
+                   {"workspace_bytes", report.workspace_bytes},
+                   {"judgements", to_json(report.judgements)},
+                   {"fine", report.fine()}});
+  print_json(document);
+  return code;
+}
+
 void add_verify(CLI::App& app, Command& command) {
   const auto arguments = std::make_shared<VerifyArguments>();
   CLI::App* sub = app.add_subcommand(
@@ -260,7 +269,8 @@ void add_verify(CLI::App& app, Command& command) {
   sub->footer(
       example("  logitless verify hidden.safetensors head.safetensors --shards 4\n"
               "  logitless verify case.safetensors --grad-tolerance 2^-9\n"
-              "  mpirun -n 4 logitless verify case.safetensors --split padded"));
+              "  mpirun -n 4 logitless verify case.safetensors --split padded\n"
+              "  mpirun -n 4 logitless verify case.safetensors --grad-tolerance 2^-9"));
   sub->callback(
       [arguments, &command] { command = [arguments] { return run_verify(*arguments); }; });
 }

@@ -176,12 +176,23 @@ const char* name_of(LogitsRounding rounding) {
   return "?";
 }
 
+void print_kept(const SparseCounts& counts) {
+  fmt::print("kept   {:.3g} % of grad_logits; {} of {} rows dense\n", 100 * kept_share(counts),
+             format_count(counts.dense_rows), format_count(counts.rows));
+}
+
 void print_json(const ordered_json& document) {
   fmt::print("{}\n", document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
 ordered_json to_json(const Shape& shape) {
   return {{"BT", shape.BT}, {"V", shape.V}, {"H", shape.H}};
+}
+
+ordered_json to_json(const std::vector<RowRange>& cover) {
+  ordered_json shards = ordered_json::array();
+  for (const RowRange& rows : cover) shards.push_back({rows.begin, rows.end});
+  return shards;
 }
 
 ordered_json to_json(const Judgements& judgements) {

@@ -13,6 +13,7 @@
 #include "cli/case.h"
 #include "cli/judge.h"
 #include "cli/operators.h"
+#include "cli/verify_sparse.h"
 
 namespace logitless::cli {
 
@@ -66,6 +67,7 @@ struct RankRun {
   bool with_loss = false;
   bool gradient = false;
   std::optional<DType> grad_dtype = {};
+  SparseGradient sparse = {};
   int64_t chunk_tokens = 0;
   Strategy strategy = Strategy::automatic;
   std::string split = "balanced";
@@ -74,6 +76,8 @@ struct RankRun {
 int run_on_ranks(const RankRun& run);
 // The same by both strategies, judged by rank 0 against float64.
 int verify_on_ranks(const RankRun& run, bool full);
+// A sparse gradient of the ranks, judged by rank 0: see verify_sparse.h.
+int verify_sparse_on_ranks(const RankRun& run, int seeds, bool full);
 
 // What a parsed command line wants done; the result is the exit code.
 using Command = std::function<int()>;
@@ -106,9 +110,16 @@ LogitsRounding parse_rounding(const std::string& text);
 const char* name_of(LogitsRounding rounding);
 Strategy parse_strategy(const std::string& text);  // "": automatic
 const char* name_of(Strategy strategy);
+// A line about what a sparse gradient kept.
+void print_kept(const SparseCounts& counts);
 void print_json(const ordered_json& document);
 ordered_json to_json(const Shape& shape);
+ordered_json to_json(const std::vector<RowRange>& cover);  // [[begin, end], ...]
 ordered_json to_json(const Judgements& judgements);
+// What verify says of a sparse gradient; the exit code. cover: of ranks, where there are any.
+int print_sparse_verification(const SparseVerifyReport& report, const Case& c,
+                              const SparseGradient& sparse, bool json,
+                              const std::vector<RowRange>& cover = {});
 // Table of observed and allowed errors, and a sentence for each output that is beyond.
 // wide_margins: what may be the reason of a wide one.
 void print_judgements(const Judgements& judgements,

@@ -25,6 +25,11 @@ void report(const WholeRunOptions& options, const std::string& what) {
 
 }  // namespace
 
+double kept_share(const SparseCounts& counts) {
+  if (counts.elements == 0) return 0;
+  return static_cast<double>(counts.kept) / static_cast<double>(counts.elements);
+}
+
 std::vector<ShardRange> cut_vocabulary(int64_t V, int64_t shards) {
   std::vector<ShardRange> ranges;
   const int64_t size = V / shards;

@@ -90,6 +90,9 @@ struct SparseGradient {
   uint64_t seed = 0;
 };
 
+// Of the elements in rows that are not dense; 0 where there are none.
+double kept_share(const SparseCounts& counts);
+
 // What of a case the operators take.
 enum class Scope {
   shard,  // everything

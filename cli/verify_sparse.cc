@@ -85,18 +85,13 @@ RelativeErrors summarise(const std::vector<int64_t>& rows, const std::vector<dou
 
 class SparseVerification {
  public:
-  SparseVerification(Case& c, const SparseVerifyOptions& options, SparseVerifyReport& report)
-      : case_(c),
-        options_(options),
-        report_(report),
-        operators_(c, options.run, LogitsRounding::none, Scope::step) {}
+  SparseVerification(Case& c, const SparseVerifyOptions& options, const MakeStep& make_step,
+                     SparseVerifyReport& report)
+      : case_(c), options_(options), make_step_(make_step), report_(report) {}
 
   void run() {
     say("loss and gradient");
     const StepResult first = step(options_.sparse.seed);
-    report_.isa = operators_.isa();
-    report_.threads = operators_.threads();
-    report_.workspace_bytes = operators_.costs().back().workspace_bytes;
     report_.counts = first.sparse_counts;
     judge_statistics(first);
     find_rules();
@@ -129,7 +124,7 @@ class SparseVerification {
   StepResult step(uint64_t seed) {
     SparseGradient sparse = options_.sparse;
     sparse.seed = seed;
-    std::optional<StepResult> result = operators_.step(Strategy::automatic, DType::f32, sparse);
+    std::optional<StepResult> result = make_step_(case_, sparse);
     if (!result) fail("--workspace-limit leaves no room for loss and gradient in one call");
     if (options_.after) options_.after(seed, *result);
     return std::move(*result);
@@ -146,7 +141,7 @@ class SparseVerification {
 
   // Of the same call with exact gradients: the same bits.
   void judge_statistics(const StepResult& got) {
-    const std::optional<StepResult> exact = operators_.step(Strategy::automatic, DType::f32);
+    const std::optional<StepResult> exact = make_step_(case_, {});
     if (!exact) return;
     const std::string stage = "as with exact gradients";
     judge_same_bits(stage, "logits_max", got.logits_max, exact->logits_max, report_.judgements);
@@ -508,8 +503,8 @@ class SparseVerification {
 
   Case& case_;
   const SparseVerifyOptions& options_;
+  const MakeStep& make_step_;
   SparseVerifyReport& report_;
-  Operators operators_;
   Workspace workspace_;
   std::vector<Row> rows_;                                 // [BT]
   std::vector<double> weight_lengths_, input_lengths_;    // [V], [BT]
@@ -528,7 +523,20 @@ SparseVerifyReport verify_sparse(Case& c, const SparseVerifyOptions& options) {
   report.shape = c.shape();
   report.sample = choose_sample(
       c, {.full = options.full, .budget_seconds = 16, .passes_per_token = 6, .passes_per_row = 6});
-  SparseVerification(c, options, report).run();
+  Operators operators(c, options.run, LogitsRounding::none, Scope::step);
+  MakeStep make_step = options.make_step;
+  if (!make_step) {
+    make_step = [&](const Case& /*c*/, const SparseGradient& sparse) {
+      std::optional<StepResult> result = operators.step(Strategy::automatic, DType::f32, sparse);
+      if (result && sparse.tolerance > 0) {
+        report.isa = operators.isa();
+        report.threads = operators.threads();
+        report.workspace_bytes = operators.costs().back().workspace_bytes;
+      }
+      return result;
+    };
+  }
+  SparseVerification(c, options, make_step, report).run();
   return report;
 }
 

@@ -13,6 +13,11 @@
 
 namespace logitless::cli {
 
+// Loss and both gradients of a case as it is at that moment, in one call, as fp32; tolerance 0:
+// exact. Nothing where the workspace limit leaves no room.
+using MakeStep =
+    std::function<std::optional<StepResult>(const Case& c, const SparseGradient& sparse)>;
+
 // The sparse gradient against float64: how far one seed's gradients are from the exact ones, and
 // whether many seeds' are right on average.
 struct SparseVerifyOptions {
@@ -20,6 +25,7 @@ struct SparseVerifyOptions {
   int seeds = 256;        // fewer than 2: no check for bias
   bool full = false;
   RunSettings run = {};
+  MakeStep make_step = {};  // absent: this process's operators
   // Sees, and may change, the fp32 result of every seed before it is judged.
   std::function<void(uint64_t seed, StepResult& result)> after = {};
   std::function<void(const std::string&)> progress = {};
@@ -39,6 +45,7 @@ struct SparseVerifyReport {
   Judgements judgements;
   Sample sample;
   Shape shape;
+  // Of a sparse step; a make_step of one's own leaves them as they are.
   Isa isa = Isa::scalar;
   int threads = 0;
   int64_t workspace_bytes = 0;

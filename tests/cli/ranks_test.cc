@@ -54,6 +54,12 @@ TEST(Ranks, AProcessByItselfIsOneRank) {
   const auto alone = open_ranks();
   EXPECT_EQ(alone->size(), 1);
   EXPECT_NO_THROW(on_every_rank(*alone, [] {}));
+  const SparseCounts counts = {.rows = 5, .dense_rows = 2, .kept = 7, .elements = 30};
+  const SparseCounts same = over_ranks(*alone, counts);
+  EXPECT_EQ(same.rows, 5);
+  EXPECT_EQ(same.dense_rows, 2);
+  EXPECT_EQ(same.kept, 7);
+  EXPECT_EQ(same.elements, 30);
   try {
     on_every_rank(*alone, [] { fail("no such file"); });
     ADD_FAILURE() << "must throw";

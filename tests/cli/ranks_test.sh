@@ -65,6 +65,55 @@ END
 done
 "$program" verify "$case" --split 0,507 | grep "every error is within what is allowed" >/dev/null
 
+# A sparse gradient: ranks keep what one process keeps, and say so together. The cuts leave a rank without rows.
+peaked=$folder/peaked.safetensors
+sparse=(--grad-tolerance 2^-6 --seed 7)
+"$program" make "$peaked" --tokens 45 --vocab 3007 --hidden 64 --seed 5 --dtype bf16
+"$program" gradient "$peaked" "${sparse[@]}" --json >"$folder/alone.json"
+"$mpirun" -n 3 "$program" gradient "$peaked" "${sparse[@]}" --split 0,1000,1000,3007 --json \
+  --out "$folder/sparse.safetensors" >"$folder/three.json"
+"$mpirun" -n 3 "$program" gradient "$peaked" --grad-tolerance 2^-6 --seed 8 --json >"$folder/other.json"
+python3 - "$folder" <<'END'
+import json, sys
+alone, three, other = (json.load(open(f"{sys.argv[1]}/{name}.json")) for name in ("alone", "three", "other"))
+assert three["ranks"] == 3 and three["strategy"] == "one_pass", three
+for key in "grad_tolerance", "seed", "rows", "dense_rows", "elements":
+    assert three[key] == alone[key], (key, three, alone)
+# The last bits of a merged sum may decide about an element.
+assert abs(three["kept"] - alone["kept"]) <= 3 and 1000 < three["kept"] < three["elements"] / 10, (three, alone)
+assert other["kept"] != three["kept"] and other["rows"] == three["rows"], other
+END
+"$program" compare "$peaked" --outputs "$folder/sparse.safetensors" >"$folder/judged"
+grep "its gradients are sparse (grad_tolerance 2^-6)" "$folder/judged" >/dev/null
+"$mpirun" -n 2 "$program" gradient "$peaked" "${sparse[@]}" >"$folder/text"
+grep "sparse gradient, grad_tolerance 2^-6, seed 7" "$folder/text" >/dev/null
+grep "^kept .* % of grad_logits; .* of 45 rows dense" "$folder/text" >/dev/null
+
+"$program" verify "$peaked" "${sparse[@]}" --seeds 24 --json >"$folder/alone.json"
+"$mpirun" -n 3 "$program" verify "$peaked" "${sparse[@]}" --seeds 24 --split 0,1000,1000,3007 --json >"$folder/three.json"
+python3 - "$folder" <<'END'
+import json, sys
+alone, three = (json.load(open(f"{sys.argv[1]}/{name}.json")) for name in ("alone", "three"))
+assert alone["fine"] and three["fine"], (alone, three)
+assert three["ranks"] == 3 and three["split"] == [[0, 1000], [1000, 1000], [1000, 3007]], three
+for key in "rows", "dense_rows", "elements", "complete", "tokens_checked", "certain_rows", "seeds", "fixed_rows", "bias_rows":
+    assert three[key] == alone[key], (key, three, alone)
+judged = lambda report: [(j["stage"], j["output"]) for j in report["judgements"]]
+assert judged(three) == judged(alone) + [("every step", "the same bits on every rank")], judged(three)
+# The same elements of the same seed: errors differ in float's last bits alone, or by an element.
+for name in "grad_input", "grad_weight":
+    assert abs(three[name]["all"] - alone[name]["all"]) < 0.02 * alone[name]["all"], (three, alone)
+END
+"$mpirun" -n 2 "$program" verify "$peaked" "${sparse[@]}" --seeds 0 >"$folder/text"
+grep "2 ranks of 1 thread" "$folder/text" >/dev/null
+grep "every error is within what is allowed" "$folder/text" >/dev/null
+expect_refused "grad_tolerance is 0.015625, must be 0 with the strategy recompute" \
+  "$mpirun" -n 2 "$program" gradient "$peaked" "${sparse[@]}" --strategy recompute
+expect_refused "workspace_limit_bytes is 1000, the least" \
+  "$mpirun" -n 2 "$program" verify "$peaked" "${sparse[@]}" --workspace-limit 1000
+expect_refused "--grad-tolerance is 0, that of exact gradients" \
+  "$program" verify "$peaked" --split balanced --grad-tolerance 0
+
 "$mpirun" -n 3 "$program" bench --shape 64,507,64 --split padded --repeats 5 --json >"$folder/bench.json"
 python3 - "$folder/bench.json" <<'END'
 import json, sys

@@ -87,6 +87,37 @@ TEST(VerifySparse, AFlatCaseIsExact) {
   EXPECT_EQ(report.fixed_rows, report.counts.rows);
 }
 
+// As ranks do.
+TEST(VerifySparse, StepsMayBeMadeElsewhere) {
+  Case c = peaked_case();
+  SparseVerifyOptions options = options_for(0x1p-6f, 8);
+  const SparseVerifyReport here = verify_sparse(c, options);
+  Case again = peaked_case();
+  Operators operators(again, options.run, LogitsRounding::none, Scope::step);
+  std::vector<uint64_t> seeds;
+  options.make_step = [&](const Case& now, const SparseGradient& sparse) {
+    EXPECT_EQ(&now, &again);
+    if (sparse.tolerance == 0) return std::optional<StepResult>();  // as if there were no room
+    seeds.push_back(sparse.seed);
+    return operators.step(Strategy::automatic, DType::f32, sparse);
+  };
+  const SparseVerifyReport there = verify_sparse(again, options);
+  EXPECT_TRUE(there.fine()) << failures(there);
+  // One seed, two more that tell what varies, eight.
+  EXPECT_THAT(seeds, testing::ElementsAre(11, 12, 13, 11, 12, 13, 14, 15, 16, 17, 18));
+  Judgements of_here;
+  for (const Judgement& judgement : here.judgements) {
+    if (judgement.stage != "as with exact gradients") of_here.push_back(judgement);
+  }
+  ASSERT_EQ(there.judgements.size(), of_here.size());
+  for (size_t i = 0; i < of_here.size(); ++i) {
+    EXPECT_EQ(there.judgements[i].output, of_here[i].output);
+    EXPECT_EQ(there.judgements[i].observed, of_here[i].observed) << of_here[i].output;
+  }
+  EXPECT_EQ(here.threads, 2);
+  EXPECT_EQ(there.threads, 0);
+}
+
 // ---- it can fail ------------------------------------------------------------------------------
 
 using After = std::function<void(const Case& c, uint64_t seed, StepResult& result)>;
