@@ -10,6 +10,7 @@
 
 #include "cli/failure.h"
 #include "cli/ranks.h"
+#include "cli/synthetic.h"
 #include "logitless/parallel/vocab_parallel.h"
 
 namespace logitless::cli {
@@ -22,30 +23,46 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// A small number that depends on i alone, the same on every rank.
-float value_at(int64_t i) {
-  auto x = static_cast<uint64_t>(i) * 0x9e3779b97f4a7c15u;
-  x ^= x >> 32;
-  return static_cast<float>(static_cast<int32_t>(x & 0xffff) - 0x8000) * 0x1p-17f;
-}
-
-HostTensor filled(DType dtype, int64_t rows, int64_t cols, int64_t first) {
-  HostTensor tensor(dtype, {rows, cols});
-  for (int64_t i = 0; i < rows * cols; ++i)
-    store_float(tensor.data(), dtype, i, value_at(first + i));
-  return tensor;
-}
-
-// Returns at once. Gathers give every rank this one's contribution, which is a valid one.
-class MuteCommunicator final : public Communicator {
+// Passes everything on and notes what it was.
+class NotingCommunicator final : public Communicator {
  public:
-  explicit MuteCommunicator(const Communicator& like) : rank_(like.rank()), size_(like.size()) {}
-  int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return size_; }
+  explicit NotingCommunicator(Communicator& inner) : inner_(inner) {}
+  int rank() const noexcept override { return inner_.rank(); }
+  int size() const noexcept override { return inner_.size(); }
+  // The blocking form does for start_all_gather, too: nobody takes the time of this.
   Result<void> all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
-    for (size_t at = 0; at < all.size(); at += mine.size()) {
-      std::memcpy(all.data() + at, mine.data(), mine.size());
+    if (auto ok = inner_.all_gather(mine, all); !ok) return ok;
+    gathered.emplace_back(all.begin(), all.end());
+    return {};
+  }
+  Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> values) override {
+    sums.push_back(values.size());
+    return inner_.start_all_reduce_sum(values);
+  }
+  Result<std::unique_ptr<PendingSum>> start_reduce_scatter_sum(std::span<const float> values,
+                                                               std::span<const int64_t> counts,
+                                                               std::span<float> mine) override {
+    return inner_.start_reduce_scatter_sum(values, counts, mine);  // this bench makes none
+  }
+
+  std::vector<std::vector<std::byte>> gathered;  // of all ranks
+  std::vector<size_t> sums;                      // floats
+
+ private:
+  Communicator& inner_;
+};
+
+// Returns at once: gathers what was gathered before, in the same step, and sums nothing.
+class ReplayingCommunicator final : public Communicator {
+ public:
+  explicit ReplayingCommunicator(const NotingCommunicator& noted) : noted_(noted) {}
+  int rank() const noexcept override { return noted_.rank(); }
+  int size() const noexcept override { return noted_.size(); }
+  Result<void> all_gather(std::span<const std::byte> /*mine*/, std::span<std::byte> all) override {
+    if (next_ == noted_.gathered.size() || noted_.gathered[next_].size() != all.size()) {
+      return Error{ErrorKind::communication, "bench: a step is not the one before it"};
     }
+    std::ranges::copy(noted_.gathered[next_++], all.begin());
     return {};
   }
   Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> /*values*/) override {
@@ -58,40 +75,8 @@ class MuteCommunicator final : public Communicator {
   }
 
  private:
-  int rank_;
-  int size_;
-};
-
-// Passes everything on and notes what it was.
-class NotingCommunicator final : public Communicator {
- public:
-  explicit NotingCommunicator(Communicator& inner) : inner_(inner) {}
-  int rank() const noexcept override { return inner_.rank(); }
-  int size() const noexcept override { return inner_.size(); }
-  Result<void> all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
-    gathers.push_back(mine.size());
-    return inner_.all_gather(mine, all);
-  }
-  Result<std::unique_ptr<Pending>> start_all_gather(std::span<const std::byte> mine,
-                                                    std::span<std::byte> all) override {
-    gathers.push_back(mine.size());
-    return inner_.start_all_gather(mine, all);
-  }
-  Result<std::unique_ptr<PendingSum>> start_all_reduce_sum(std::span<float> values) override {
-    sums.push_back(values.size());
-    return inner_.start_all_reduce_sum(values);
-  }
-  Result<std::unique_ptr<PendingSum>> start_reduce_scatter_sum(std::span<const float> values,
-                                                               std::span<const int64_t> counts,
-                                                               std::span<float> mine) override {
-    return inner_.start_reduce_scatter_sum(values, counts, mine);  // this bench makes none
-  }
-
-  std::vector<size_t> gathers;  // bytes
-  std::vector<size_t> sums;     // floats
-
- private:
-  Communicator& inner_;
+  const NotingCommunicator& noted_;
+  size_t next_ = 0;
 };
 
 class RankBench {
@@ -99,42 +84,69 @@ class RankBench {
   RankBench(Communicator& communicator, const Shape& shape, const RankBenchSettings& settings)
       : world_(communicator), shape_(shape), settings_(settings) {
     on_every_rank(world_, [&] { make_operands(); });
-    plan();
+    plan_ = planned(true, settings.sparse);
+    if (settings.sparse.tolerance > 0) {
+      exact_ = planned(true, {});
+      forward_ = planned(false, {});
+    }
     on_every_rank(world_, [&] { make_outputs(); });
   }
 
   RankBenchLine run() {
+    const bool sparse = settings_.sparse.tolerance > 0;
     NotingCommunicator noting(world_);
-    step(noting);  // also the first touch of every page
-    std::vector<float> values(noting.sums.empty() ? 0 : std::ranges::max(noting.sums));
-    std::vector<std::byte> sent(noting.gathers.empty() ? 0 : std::ranges::max(noting.gathers));
-    std::vector<std::byte> all(sent.size() * static_cast<size_t>(world_.size()));
-    const auto communicate = [&] {
-      for (const size_t bytes : noting.gathers) {
-        take(world_.all_gather(std::span(sent).first(bytes),
-                               std::span(all).first(bytes * static_cast<size_t>(world_.size()))));
+    step(*plan_, noting, settings_.sparse.seed);  // also the first touch of every page
+    const SparseCounts counts = over_ranks(world_, sparse_counts_);
+    size_t longest = 0;
+    for (const auto& all : noting.gathered) longest = std::max(longest, all.size());
+    std::vector<float> values;
+    std::vector<std::byte> sent, received;
+    on_every_rank(world_, [&] {
+      values.resize(noting.sums.empty() ? 0 : std::ranges::max(noting.sums));
+      sent.resize(longest / static_cast<size_t>(world_.size()));
+      received.resize(longest);
+    });
+    uint64_t seed = settings_.sparse.seed;
+    const std::function<void()> whole = [&] { step(*plan_, world_, seed++); };
+    const std::function<void()> compute = [&] {
+      ReplayingCommunicator replaying(noting);
+      step(*plan_, replaying, settings_.sparse.seed);
+    };
+    const std::function<void()> communicate = [&] {
+      for (const auto& all : noting.gathered) {
+        take(world_.all_gather(
+            std::span(sent).first(all.size() / static_cast<size_t>(world_.size())),
+            std::span(received).first(all.size())));
       }
       for (const size_t floats : noting.sums) {
         auto started = world_.start_all_reduce_sum(std::span(values).first(floats));
         take(take(std::move(started))->wait());
       }
     };
-    MuteCommunicator mute(world_);
-    const auto compute = [&] { step(mute); };
-    const auto whole = [&] { step(world_); };
-
-    std::vector<double> steps = {seconds_of(whole)}, computing = {seconds_of(compute)},
-                        communicating = {seconds_of(communicate)};
-    // Rank 0 says how often, or ranks would part.
-    const double once = slowest(steps[0] + computing[0] + communicating[0]);
+    // By turns.
+    struct Turn {
+      std::function<void()> work;
+      std::vector<double> seconds = {};
+    };
+    std::vector<Turn> turns = {{whole}, {compute}, {communicate}};
+    if (sparse) {
+      turns.push_back({[&] { step(*forward_, world_, 0); }});
+      turns.push_back({[&] { step(*exact_, world_, 0); }});
+    }
+    double once = 0;
+    for (Turn& turn : turns) {
+      turn.work();  // touches pages that the step above did not
+      turn.seconds.push_back(seconds_of(turn.work));
+      once += turn.seconds[0];
+    }
+    // The same on every rank, or they would part.
+    once = slowest(once);
     const int repeats =
         settings_.repeats > 0
             ? settings_.repeats
             : static_cast<int>(std::clamp(settings_.seconds / std::max(once, 1e-9), 5.0, 101.0));
     for (int i = 1; i < repeats; ++i) {
-      steps.push_back(seconds_of(whole));
-      computing.push_back(seconds_of(compute));
-      communicating.push_back(seconds_of(communicate));
+      for (Turn& turn : turns) turn.seconds.push_back(seconds_of(turn.work));
     }
     RankBenchLine line;
     line.shape = shape_;
@@ -146,10 +158,18 @@ class RankBench {
     line.chunk_tokens = plan_->chunk_tokens();
     line.cover = cover_;
     line.repeats = repeats;
-    line.seconds = slowest(median(steps));
-    line.computation_seconds = slowest(median(computing));
-    line.communication_seconds = slowest(median(communicating));
-    for (const size_t bytes : noting.gathers) line.gathered_bytes += static_cast<int64_t>(bytes);
+    line.seconds = slowest(median(turns[0].seconds));
+    line.computation_seconds = slowest(median(turns[1].seconds));
+    line.communication_seconds = slowest(median(turns[2].seconds));
+    if (sparse) {
+      line.sparse = settings_.sparse;
+      line.sparse_counts = counts;
+      line.forward_seconds = slowest(median(turns[3].seconds));
+      line.exact_seconds = slowest(median(turns[4].seconds));
+    }
+    for (const auto& all : noting.gathered) {
+      line.gathered_bytes += std::ssize(all) / world_.size();
+    }
     for (const size_t floats : noting.sums) line.summed_bytes += static_cast<int64_t>(4 * floats);
     line.workspace_bytes = plan_->workspace_bytes();
     return line;
@@ -161,47 +181,58 @@ class RankBench {
   void make_operands() {
     cover_ = take(parse_split(settings_.split, shape_.V, world_.size()));
     if (shape_.V == 0 || shape_.BT == 0) fail("bench on ranks needs tokens and vocabulary rows");
-    input_ = filled(settings_.dtype, shape_.BT, shape_.H, 0);
-    weight_ = filled(settings_.dtype, rows().size(), shape_.H, (1 + rows().begin) * shape_.H);
-    target_ = HostTensor(DType::i64, {shape_.BT});
-    for (int64_t b = 0; b < shape_.BT; ++b) target_.as<int64_t>()[b] = b * 7919 % shape_.V;
+    SyntheticOptions synthetic;
+    synthetic.tokens = shape_.BT;
+    synthetic.vocab = shape_.V;
+    synthetic.hidden = shape_.H;
+    synthetic.dtype = settings_.dtype;
+    synthetic.weight_rows = rows();
+    case_ = take(make_synthetic(synthetic));
   }
 
-  void plan() {
+  VocabParallelPlan planned(bool with_gradients, const SparseGradient& sparse) {
     VocabParallelTypes types;
     types.operand = settings_.dtype;
-    types.grad_input = types.grad_weight = GradientOutput{.dtype = settings_.dtype};
+    types.grad_input = types.grad_weight = {};
+    if (with_gradients) {
+      types.grad_input = types.grad_weight = GradientOutput{.dtype = settings_.dtype};
+      types.grad_tolerance = sparse.tolerance;
+      types.strategy = settings_.strategy;
+    }
     types.chunk_tokens = settings_.chunk_tokens;
-    types.strategy = settings_.strategy;
     PlanOptions options = settings_.run.plan_options();
     if (options.threads == 0) options.threads = threads_of_rank();
-    auto planned = plan_vocab_parallel_linear_cross_entropy(world_, shape_, rows(), types, options);
-    if (!planned) {  // on every rank
-      throw Failure{.exit_code = kExitBadInput,
-                    .message = world_.rank() == 0 ? planned.error().message : ""};
-    }
-    plan_ = std::move(planned).value();
+    return take_on_ranks(
+        world_, plan_vocab_parallel_linear_cross_entropy(world_, shape_, rows(), types, options));
   }
 
   void make_outputs() {
     loss_ = HostTensor(DType::f32, {shape_.BT});
     grad_input_ = HostTensor(settings_.dtype, {shape_.BT, shape_.H});
     grad_weight_ = HostTensor(settings_.dtype, {rows().size(), shape_.H});
-    workspace_ = Buffer(plan_->workspace_bytes());
+    int64_t bytes = plan_->workspace_bytes();
+    if (exact_) bytes = std::max(bytes, exact_->workspace_bytes());
+    if (forward_) bytes = std::max(bytes, forward_->workspace_bytes());
+    workspace_ = Buffer(bytes);
     prefer_huge_pages(workspace_.span());
   }
 
-  void step(Communicator& communicator) {
+  // seed: of a sparse gradient.
+  void step(const VocabParallelPlan& plan, Communicator& communicator, uint64_t seed) {
     LossAndGradientOperands operands;
-    operands.input = std::as_const(input_).matrix();
-    operands.weight = std::as_const(weight_).matrix();
-    operands.target = std::as_const(target_).vector();
+    operands.input = std::as_const(case_.input).matrix();
+    operands.weight = std::as_const(case_.weight).matrix();
+    operands.target = std::as_const(case_.target).vector();
+    operands.seed = seed;
     LossAndGradientOutputs outputs;
     outputs.loss = loss_.vector();
-    outputs.grad_input = grad_input_.matrix();
-    outputs.grad_weight = grad_weight_.matrix();
-    take(logitless::run(*plan_, communicator, operands, outputs, workspace_.span(),
-                        settings_.run.cancel));
+    if (plan.types().grad_input) {
+      outputs.grad_input = grad_input_.matrix();
+      outputs.grad_weight = grad_weight_.matrix();
+    }
+    if (plan.types().grad_tolerance > 0) outputs.sparse_counts = &sparse_counts_;
+    take_on_ranks(world_, logitless::run(plan, communicator, operands, outputs, workspace_.span(),
+                                         settings_.run.cancel));
   }
 
   // All ranks begin together.
@@ -224,9 +255,12 @@ class RankBench {
   Shape shape_;
   const RankBenchSettings& settings_;
   std::vector<RowRange> cover_;
-  HostTensor input_, weight_, target_, loss_, grad_input_, grad_weight_;
+  Case case_;  // with this rank's rows of weight
+  HostTensor loss_, grad_input_, grad_weight_;
+  SparseCounts sparse_counts_;  // of the last sparse step, of this rank's rows
   Buffer workspace_;
   std::optional<VocabParallelPlan> plan_;
+  std::optional<VocabParallelPlan> exact_, forward_;  // beside a sparse one
 };
 
 }  // namespace

@@ -28,6 +28,11 @@ namespace logitless::cli {
 namespace {
 
 constexpr int64_t kModelTokens = 1024;
+constexpr const char* kSparseWantsTolerance =
+    "--op sparse takes --grad-tolerance EPS, for example 2^-9";
+constexpr const char* kBesideSparse =
+    "The sparse gradient beside forward and loss alone and beside the exact gradients in one "
+    "call,\nmeasured by turns; kept: of grad_logits, in rows that are not dense";
 
 struct BenchArguments {
   ListOptions lists;
@@ -164,7 +169,7 @@ class BenchRun {
     }
     const bool sparse = std::ranges::find(ops_, "sparse") != ops_.end();
     if (sparse && !(sparse_.tolerance > 0)) {
-      fail("--op sparse takes --grad-tolerance EPS, for example 2^-9");
+      fail(kSparseWantsTolerance);
     }
     if (!sparse && sparse_.tolerance > 0) {
       fail(fmt::format("--grad-tolerance is for --op sparse, not for {}", fmt::join(ops_, ",")));
@@ -468,10 +473,7 @@ class BenchRun {
       table.row(std::move(cells));
     }
     if (!any) return;
-    fmt::print(
-        "\nThe sparse gradient beside forward and loss alone and beside the exact gradients in one "
-        "call,\nmeasured by turns; kept: of grad_logits, in rows that are not dense\n\n{}",
-        table.str());
+    fmt::print("\n{}\n\n{}", kBesideSparse, table.str());
   }
 
   void print_comparisons(const std::vector<Comparison>& comparisons) const {
@@ -529,31 +531,51 @@ class BenchRun {
   std::vector<std::string> notes_;
 };
 
+// Names as in to_json(BenchLine).
+ordered_json sparse_json(const RankBenchLine& line) {
+  const SparseCounts& counts = line.sparse_counts;
+  return {{"seed", line.sparse.seed},
+          {"rows", counts.rows},
+          {"dense_rows", counts.dense_rows},
+          {"kept", counts.kept},
+          {"elements", counts.elements},
+          {"kept_share", kept_share(counts)},
+          {"forward_median_seconds", line.forward_seconds},
+          {"times_forward", line.seconds / line.forward_seconds},
+          {"exact_median_seconds", line.exact_seconds},
+          {"times_exact", line.seconds / line.exact_seconds}};
+}
+
 ordered_json rank_line_json(const RankBenchLine& line) {
-  return {{"op", "vocab-parallel"},
-          {"shape", to_json(line.shape)},
-          {"dtype", logitless::name_of(line.dtype)},
-          {"isa", logitless::name_of(line.isa)},
-          {"ranks", line.ranks},
-          {"threads", line.threads},
-          {"split", to_json(line.cover)},
-          {"strategy", name_of(line.strategy)},
-          {"chunk_tokens", line.chunk_tokens},
-          {"repeats", line.repeats},
-          {"median_seconds", line.seconds},
-          {"computation_seconds", line.computation_seconds},
-          {"communication_seconds", line.communication_seconds},
-          {"hidden", line.hidden()},
-          {"gathered_bytes", line.gathered_bytes},
-          {"summed_bytes", line.summed_bytes},
-          {"workspace_bytes", line.workspace_bytes}};
+  ordered_json entry = {{"op", "vocab-parallel"},
+                        {"shape", to_json(line.shape)},
+                        {"dtype", logitless::name_of(line.dtype)},
+                        {"isa", logitless::name_of(line.isa)},
+                        {"ranks", line.ranks},
+                        {"threads", line.threads},
+                        {"split", to_json(line.cover)},
+                        {"strategy", name_of(line.strategy)},
+                        {"chunk_tokens", line.chunk_tokens},
+                        {"repeats", line.repeats},
+                        {"median_seconds", line.seconds},
+                        {"computation_seconds", line.computation_seconds},
+                        {"communication_seconds", line.communication_seconds},
+                        {"hidden", line.hidden()},
+                        {"gathered_bytes", line.gathered_bytes},
+                        {"summed_bytes", line.summed_bytes},
+                        {"workspace_bytes", line.workspace_bytes}};
+  if (line.sparse.tolerance > 0) {
+    entry["grad_tolerance"] = line.sparse.tolerance;
+    entry["sparse"] = sparse_json(line);
+  }
+  return entry;
 }
 
 void print_rank_lines(const std::vector<RankBenchLine>& lines) {
   fmt::print(
-      "{} ranks of {} thread{}, {}: loss and both gradients, medians of the slowest rank\n\n",
+      "{} ranks of {} thread{}, {}: loss and both gradients{}, medians of the slowest rank\n\n",
       lines[0].ranks, lines[0].threads, lines[0].threads == 1 ? "" : "s",
-      logitless::name_of(lines[0].isa));
+      logitless::name_of(lines[0].isa), lines[0].sparse.tolerance > 0 ? ", sparse" : "");
   Table table({{"shape", Align::left},
                {"type", Align::left},
                {"strategy", Align::left},
@@ -577,6 +599,26 @@ void print_rank_lines(const std::vector<RankBenchLine>& lines) {
                per_token(line.summed_bytes), format_bytes(line.workspace_bytes)});
   }
   fmt::print("{}", table.str());
+  if (lines[0].sparse.tolerance == 0) return;
+  Table sparse({{"shape", Align::left},
+                {"tolerance", Align::right},
+                {"kept", Align::right},
+                {"dense rows", Align::right},
+                {"forward", Align::right},
+                {"/ forward", Align::right},
+                {"exact", Align::right},
+                {"/ exact", Align::right}});
+  for (const RankBenchLine& line : lines) {
+    sparse.row({format_shape(line.shape), format_tolerance(line.sparse.tolerance),
+                fmt::format("{:.2f} %", 100 * kept_share(line.sparse_counts)),
+                fmt::format("{} of {}", format_count(line.sparse_counts.dense_rows),
+                            format_count(line.sparse_counts.rows)),
+                format_seconds(line.forward_seconds),
+                fmt::format("{:.2f} x", line.seconds / line.forward_seconds),
+                format_seconds(line.exact_seconds),
+                fmt::format("{:.2f} x", line.seconds / line.exact_seconds)});
+  }
+  fmt::print("\n{}\n\n{}", kBesideSparse, sparse.str());
 }
 
 // Under mpirun: vocabulary parallel instead of the operators.
@@ -585,9 +627,14 @@ int bench_on_ranks(const BenchArguments& arguments) {
     if (asked) fail(fmt::format("{} is for one rank: not with mpirun or --split", option));
   };
   only_alone(!arguments.case_arguments.paths.empty(), "a CASE");
-  only_alone(!arguments.ops.empty(), "--op");
+  for (const std::string& op : arguments.ops) {
+    if (op != "sparse")
+      fail(
+          fmt::format("--op {} is for one rank: with mpirun or --split there is "
+                      "one step, with --grad-tolerance a sparse one",
+                      op));
+  }
   only_alone(!arguments.only.empty(), "--only");
-  only_alone(!arguments.sparse.grad_tolerance.empty(), "--grad-tolerance");
   only_alone(arguments.zero_grad_rows > 0, "--zero-grad-rows");
   only_alone(arguments.cold, "--cold");
   only_alone(!arguments.baseline.empty(), "--baseline");
@@ -595,6 +642,8 @@ int bench_on_ranks(const BenchArguments& arguments) {
   const std::vector<RunSettings> settings = arguments.lists.settings();
   only_alone(settings.size() > 1, "a list of threads or limits");
   RankBenchSettings bench;
+  bench.sparse = arguments.sparse.parse();
+  if (!arguments.ops.empty() && bench.sparse.tolerance == 0) fail(kSparseWantsTolerance);
   if (!arguments.split.empty()) bench.split = arguments.split;
   bench.chunk_tokens = arguments.chunk_tokens;
   bench.strategy = parse_strategy(arguments.strategy);
@@ -694,12 +743,12 @@ void add_bench(CLI::App& app, Command& command) {
       ->capture_default_str()
       ->type_name("SECONDS");
   add_list_options(*sub, arguments->lists);
-  sub->footer(
-      example("  logitless bench --shape 1024,32000,2048 --op forward,gradient --dtype bf16\n"
-              "  logitless bench --model smollm2-135m --json > before.json\n"
-              "  logitless bench --model smollm2-135m --baseline before.json\n"
-              "  logitless bench --model smollm2-135m --grad-tolerance 2^-9\n"
-              "  mpirun -n 4 logitless bench --model llama-3-8b --threads 1"));
+  sub->footer(example(
+      "  logitless bench --shape 1024,32000,2048 --op forward,gradient --dtype bf16\n"
+      "  logitless bench --model smollm2-135m --json > before.json\n"
+      "  logitless bench --model smollm2-135m --baseline before.json\n"
+      "  logitless bench --model smollm2-135m --grad-tolerance 2^-9\n"
+      "  mpirun -n 4 logitless bench --model llama-3-8b --threads 1 --grad-tolerance 2^-9"));
   sub->callback([arguments, &command] {
     command = [arguments] {
       if (started_as_rank() || !arguments->split.empty()) return bench_on_ranks(*arguments);

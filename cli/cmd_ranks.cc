@@ -195,15 +195,6 @@ RankCase load_on_ranks(Communicator& world, const RankRun& run_options) {
   return r;
 }
 
-// On every rank the same failure, or none.
-void take_on_ranks(const Communicator& world, const Result<void>& result) {
-  if (result) return;
-  const bool cancelled = result.error().kind == ErrorKind::cancelled;
-  Failure failure{.exit_code = cancelled ? kExitCancelled : kExitBadInput,
-                  .message = world.rank() == 0 ? result.error().message : ""};
-  throw failure;
-}
-
 Result<VocabParallelPlan> plan_on_ranks(Communicator& communicator, const RankCase& r,
                                         const RankRun& run_options, Strategy strategy) {
   VocabParallelTypes types;
@@ -299,16 +290,12 @@ class OrderedSteps {
   OrderedSteps(MeteredCommunicator& communicator, RankCase& r, const RankRun& run_options,
                const CancelToken& cancel)
       : world_(communicator), case_(r), cancel_(cancel) {
-    auto sparse = plan_on_ranks(world_, r, run_options, Strategy::automatic);
-    take_on_ranks(world_, sparse ? Result<void>() : sparse.error());
-    sparse_ = std::move(sparse).value();
+    sparse_ = take_on_ranks(world_, plan_on_ranks(world_, r, run_options, Strategy::automatic));
     RankRun exact_run = run_options;
     exact_run.sparse = {};
     auto exact = plan_on_ranks(world_, r, exact_run, Strategy::automatic);
-    if (exact) {
-      exact_ = std::move(exact).value();
-    } else if (exact.error().kind != ErrorKind::limit_too_small) {
-      take_on_ranks(world_, exact.error());
+    if (exact || exact.error().kind != ErrorKind::limit_too_small) {
+      exact_ = take_on_ranks(world_, std::move(exact));
     }
     on_every_rank(world_, [&] {
       sent_.resize(sizeof(Order) + static_cast<size_t>(r.c.grad.bytes()));
@@ -323,7 +310,7 @@ class OrderedSteps {
       if (world_.rank() == 0) {
         work();
       } else {
-        while (take_order().step) do_step();
+        while (take_order().step != 0) do_step();
       }
     } catch (...) {
       if (together_) throw;  // on every rank
@@ -417,9 +404,8 @@ int run_on_ranks(const RankRun& run_options) {
 
   show("reading the case");
   const RankCase r = load_on_ranks(*world, run_options);
-  const auto planned = plan_on_ranks(communicator, r, run_options, run_options.strategy);
-  take_on_ranks(*world, planned ? Result<void>() : planned.error());
-  const VocabParallelPlan& plan = *planned;
+  const VocabParallelPlan plan =
+      take_on_ranks(*world, plan_on_ranks(communicator, r, run_options, run_options.strategy));
   show(with_gradient ? "loss and gradient" : "forward and loss");
   Workspace workspace;
   const Ran ran = run_plan(communicator, r, plan, run_options.sparse.seed, workspace, cancel);
@@ -554,7 +540,7 @@ int verify_on_ranks(const RankRun& run_options, bool full) {
       left_out = name;
       continue;
     }
-    take_on_ranks(*world, plan ? Result<void>() : plan.error());
+    take_on_ranks(*world, plan ? Result<void>() : Result<void>(plan.error()));
     isa = plan->isa();
     threads = plan->threads();
     chunks.push_back(plan->chunk_tokens());

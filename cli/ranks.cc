@@ -139,6 +139,13 @@ void on_every_rank(Communicator& communicator, const std::function<void()>& work
   throw failure;
 }
 
+void take_on_ranks(const Communicator& communicator, const Result<void>& result) {
+  if (result) return;
+  const bool cancelled = result.error().kind == ErrorKind::cancelled;
+  throw Failure{.exit_code = cancelled ? kExitCancelled : kExitBadInput,
+                .message = communicator.rank() == 0 ? result.error().message : ""};
+}
+
 SparseCounts over_ranks(Communicator& communicator, const SparseCounts& mine) {
   std::vector<SparseCounts> all(static_cast<size_t>(communicator.size()));
   take(communicator.all_gather(std::as_bytes(std::span(&mine, 1)),

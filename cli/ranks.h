@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "logitless/gradient.h"
@@ -30,6 +31,15 @@ std::unique_ptr<Communicator> open_ranks();
 // Runs `work`, which may fail on some ranks only; then every rank fails, with the same sentence,
 // and only rank 0 says it.
 void on_every_rank(Communicator& communicator, const std::function<void()>& work);
+
+// What a collective call returned, the same on every rank: fails on all, where rank 0 alone says
+// why.
+void take_on_ranks(const Communicator& communicator, const Result<void>& result);
+template <typename T>
+T take_on_ranks(const Communicator& communicator, Result<T> result) {
+  take_on_ranks(communicator, result ? Result<void>() : Result<void>(result.error()));
+  return std::move(result).value();
+}
 
 // Of the whole vocabulary, from what each rank says of its own rows. Collective; fails where the
 // ranks cannot communicate.

@@ -140,16 +140,17 @@ Result<Case> make_synthetic(const SyntheticOptions& o,
   c.source = "synthetic";
   c.vocab_start_index = o.vocab_start;
   c.input = HostTensor(o.dtype, {BT, H});
-  c.weight = HostTensor(o.dtype, {V, H});
+  const RowRange rows = o.weight_rows.value_or(RowRange{0, V});
+  c.weight = HostTensor(o.dtype, {rows.size(), H});
   c.target = HostTensor(DType::i64, {BT});
 
   const auto weight_element = [&](uint64_t row_bits, int64_t h) {
     return Random::normal(row_bits, static_cast<uint64_t>(h)) * kWeightDeviation;
   };
-  for (int64_t v = 0; v < V; ++v) {
+  for (int64_t v = rows.begin; v < rows.end; ++v) {
     const uint64_t row = random.bits(Stream::weight, static_cast<uint64_t>(o.vocab_start + v));
     for (int64_t h = 0; h < H; ++h) {
-      store_float(c.weight.data(), o.dtype, v * H + h, weight_element(row, h));
+      store_float(c.weight.data(), o.dtype, (v - rows.begin) * H + h, weight_element(row, h));
     }
     if (progress) progress(v);
   }

@@ -18,6 +18,8 @@ struct SyntheticOptions {
   double zero_grad = 0;  // fraction of tokens whose grad is 0
   int64_t vocab_start = 0;
   std::optional<int64_t> global_vocab = {};  // absent: as small as the other options allow
+  // Absent: all. Else of weight there are these rows alone, input and target those of the shard.
+  std::optional<RowRange> weight_rows = {};
 };
 
 // A case whose softmax looks like a trained language model's: most tokens have one or two likely

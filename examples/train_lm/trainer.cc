@@ -12,18 +12,6 @@
 #include "examples/train_lm/adamw.h"
 
 namespace logitless::train_lm {
-namespace {
-
-// A plan's error is the same on every rank; rank 0 says it.
-template <typename T>
-T take_on(const Communicator& ranks, Result<T> result) {
-  if (result) return std::move(result).value();
-  throw cli::Failure{.exit_code = cli::kExitBadInput,
-                     .message = ranks.rank() == 0 ? result.error().message : ""};
-}
-
-}  // namespace
-
 Batches::Batches(const Options& options, std::vector<int32_t> training)
     : seed_(options.seed),
       batch_(options.batch),
@@ -61,10 +49,11 @@ std::unique_ptr<Trainer> make_trainer(Communicator& ranks, const Options& option
                                       const RowRange& rows, int threads) {
   const Shape shape = {.BT = options.batch, .V = text.V(), .H = options.hidden};
   const auto plan = [&](bool with_gradients) {
-    return take_on(ranks, Head::plan(ranks, shape, rows,
-                                     {.with_gradients = with_gradients,
-                                      .grad_tolerance = static_cast<float>(options.grad_tolerance),
-                                      .threads = threads}));
+    return cli::take_on_ranks(
+        ranks, Head::plan(ranks, shape, rows,
+                          {.with_gradients = with_gradients,
+                           .grad_tolerance = static_cast<float>(options.grad_tolerance),
+                           .threads = threads}));
   };
   const Trainer::Plans plans = {.step = plan(true), .held_out = plan(false)};
   std::unique_ptr<Trainer> trainer;

@@ -134,7 +134,27 @@ assert line["strategy"] == "recompute", line
 assert line["gathered_bytes"] == 512 + 512 + 12 * 64 and line["summed_bytes"] == 4 * 64 * 64, line
 END
 "$mpirun" -n 2 "$program" bench --shape 64,507,64 --repeats 5 | grep communicating >/dev/null
-expect_refused "--op is for one rank" "$program" bench --split balanced --op step
+"$mpirun" -n 3 "$program" bench --shape 45,3000,64 --grad-tolerance 2^-6 --seed 4 --repeats 5 --json >"$folder/bench.json"
+"$program" bench --shape 45,3000,64 --grad-tolerance 2^-6 --seed 4 --repeats 5 --json >"$folder/alone.json"
+python3 - "$folder" <<'END'
+import json, sys
+(line,), (alone,) = (json.load(open(f"{sys.argv[1]}/{name}.json"))["cases"] for name in ("bench", "alone"))
+assert line["strategy"] == "one_pass" and line["grad_tolerance"] == alone["grad_tolerance"] == 2**-6, line
+sparse, of_one = line["sparse"], alone["sparse"]
+for key in "seed", "rows", "dense_rows", "elements":
+    assert sparse[key] == of_one[key], (key, sparse, of_one)
+assert abs(sparse["kept"] - of_one["kept"]) <= 3 and 0 < sparse["kept_share"] < 0.2, (sparse, of_one)
+for key in "forward_median_seconds", "exact_median_seconds", "times_forward", "times_exact":
+    assert sparse[key] > 0, (key, sparse)
+assert line["computation_seconds"] > 0 and line["gathered_bytes"] > 45 * (28 + 4) and 0 <= line["hidden"] <= 1, line
+END
+"$mpirun" -n 2 "$program" bench --shape 45,3000,64 --op sparse --grad-tolerance 0.02 --repeats 5 >"$folder/text"
+grep "loss and both gradients, sparse" "$folder/text" >/dev/null
+grep "/ forward .* / exact" "$folder/text" >/dev/null
+expect_refused "--op sparse takes --grad-tolerance EPS" "$program" bench --split balanced --op sparse
+expect_refused "--op step is for one rank" "$program" bench --split balanced --op step
+expect_refused "grad_tolerance is 0.015625, must be 0 with the strategy recompute" \
+  "$mpirun" -n 2 "$program" bench --shape 45,3000,64 --grad-tolerance 2^-6 --strategy recompute
 
 expect_refused "--strategy is 'two', must be automatic, one-pass or recompute" \
   "$program" gradient "$case" --split balanced --strategy two

@@ -54,6 +54,23 @@ TEST(Synthetic, IsAFunctionOfTheSeedAlone) {
   EXPECT_NE(fingerprint(synthetic(options)), kFingerprintBf16);
 }
 
+TEST(Synthetic, SomeRowsOfWeightAreThoseOfAll) {
+  SyntheticOptions options = small();
+  const Case whole = synthetic(options);
+  options.weight_rows = RowRange{70, 170};
+  const Case part = synthetic(options);
+  ASSERT_EQ(part.weight.shape(), (std::vector<int64_t>{100, 48}));
+  EXPECT_EQ(std::memcmp(part.weight.data(), whole.weight.rows(70, 170).data,
+                        static_cast<size_t>(part.weight.bytes())),
+            0);
+  for (const auto& [mine, all] : {std::pair{&part.input, &whole.input},
+                                  {&part.target, &whole.target},
+                                  {&part.grad, &whole.grad}}) {
+    ASSERT_EQ(mine->bytes(), all->bytes());
+    EXPECT_EQ(std::memcmp(mine->data(), all->data(), static_cast<size_t>(all->bytes())), 0);
+  }
+}
+
 TEST(Synthetic, ShardsAreSlicesOfOneVocabulary) {
   SyntheticOptions options = small();
   const Case whole = synthetic(options);
