@@ -655,13 +655,13 @@ int bench_on_ranks(const BenchArguments& arguments) {
   bench.seconds = arguments.seconds;
   std::vector<RankBenchLine> lines;
   const std::vector<Wanted> wanted = wanted_cases(arguments);
-  const std::unique_ptr<Communicator> world = open_ranks();
+  Communicator& world = open_ranks();
   for (const Wanted& w : wanted) {
     for (const int64_t BT : w.tokens) {
-      lines.push_back(bench_ranks(*world, {.BT = BT, .V = w.V, .H = w.H}, bench));
+      lines.push_back(bench_ranks(world, {.BT = BT, .V = w.V, .H = w.H}, bench));
     }
   }
-  if (world->rank() != 0) return kExitFine;
+  if (world.rank() != 0) return kExitFine;
   if (!arguments.lists.json) {
     print_rank_lines(lines);
     return kExitFine;

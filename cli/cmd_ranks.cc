@@ -392,9 +392,9 @@ class OrderedSteps {
 }  // namespace
 
 int run_on_ranks(const RankRun& run_options) {
-  const std::unique_ptr<Communicator> world = open_ranks();
-  MeteredCommunicator communicator(*world);
-  const bool speaks = world->rank() == 0;
+  Communicator& world = open_ranks();
+  MeteredCommunicator communicator(world);
+  const bool speaks = world.rank() == 0;
   const bool with_gradient = run_options.gradient;
   const CancelToken& cancel = cancel_on_interrupt();
   Progress progress;
@@ -403,9 +403,9 @@ int run_on_ranks(const RankRun& run_options) {
   };
 
   show("reading the case");
-  const RankCase r = load_on_ranks(*world, run_options);
+  const RankCase r = load_on_ranks(world, run_options);
   const VocabParallelPlan plan =
-      take_on_ranks(*world, plan_on_ranks(communicator, r, run_options, run_options.strategy));
+      take_on_ranks(world, plan_on_ranks(communicator, r, run_options, run_options.strategy));
   show(with_gradient ? "loss and gradient" : "forward and loss");
   Workspace workspace;
   const Ran ran = run_plan(communicator, r, plan, run_options.sparse.seed, workspace, cancel);
@@ -415,13 +415,13 @@ int run_on_ranks(const RankRun& run_options) {
   const std::vector<RowRange>& cover = r.cover;
   const Shape& shape = r.shape;
   const bool sparse = with_gradient && run_options.sparse.tolerance > 0;
-  const SparseCounts counts = over_ranks(*world, out.sparse_counts);
+  const SparseCounts counts = over_ranks(world, out.sparse_counts);
 
   if (!run_options.out.empty()) {
     show("writing");
     HostTensor grad_weight;
-    if (with_gradient) grad_weight = gather_rows(*world, out.grad_weight, cover, shape.V);
-    on_every_rank(*world, [&] {
+    if (with_gradient) grad_weight = gather_rows(world, out.grad_weight, cover, shape.V);
+    on_every_rank(world, [&] {
       if (!speaks) return;
       std::vector<NamedTensor> tensors = {{"logits_max", &out.logits_max},
                                           {"sum_exp_logits", &out.sum_exp_logits},
@@ -433,7 +433,7 @@ int run_on_ranks(const RankRun& run_options) {
       }
       std::map<std::string, std::string> metadata = case_metadata(r.first_id, shape.V);
       metadata["isa"] = logitless::name_of(plan.isa());
-      metadata["ranks"] = fmt::format("{}", world->size());
+      metadata["ranks"] = fmt::format("{}", world.size());
       if (with_gradient) metadata["strategy"] = name_of(plan.strategy());
       if (sparse) {
         metadata["grad_tolerance"] = format_tolerance(run_options.sparse.tolerance);
@@ -461,7 +461,7 @@ int run_on_ranks(const RankRun& run_options) {
                              {"dtype", logitless::name_of(c.dtype())},
                              {"isa", logitless::name_of(plan.isa())},
                              {"threads", plan.threads()},
-                             {"ranks", world->size()},
+                             {"ranks", world.size()},
                              {"split", to_json(cover)},
                              {"tokens_counting", r.counted}};
     if (run_options.with_loss) {
@@ -492,7 +492,7 @@ int run_on_ranks(const RankRun& run_options) {
   for (const RowRange& shard : cover) {
     ends += fmt::format("{}{} to {}", ends.empty() ? "" : ", ", shard.begin, shard.end);
   }
-  fmt::print("\nranks  {}, vocabulary rows {}\n", world->size(), ends);
+  fmt::print("\nranks  {}, vocabulary rows {}\n", world.size(), ends);
   std::string how;
   if (sparse) {
     how = fmt::format(", sparse gradient, grad_tolerance {}, seed {}",
@@ -514,16 +514,16 @@ int run_on_ranks(const RankRun& run_options) {
 }
 
 int verify_on_ranks(const RankRun& run_options, bool full) {
-  const std::unique_ptr<Communicator> world = open_ranks();
-  MeteredCommunicator communicator(*world);
-  const bool speaks = world->rank() == 0;
+  Communicator& world = open_ranks();
+  MeteredCommunicator communicator(world);
+  const bool speaks = world.rank() == 0;
   const CancelToken& cancel = cancel_on_interrupt();
   Progress progress;
   const auto show = [&](const std::string& what) {
     if (speaks) progress.show(what);
   };
   show("reading the case");
-  const RankCase r = load_on_ranks(*world, run_options);
+  const RankCase r = load_on_ranks(world, run_options);
 
   Judgements judgements;
   CompareReport report;
@@ -540,15 +540,15 @@ int verify_on_ranks(const RankRun& run_options, bool full) {
       left_out = name;
       continue;
     }
-    take_on_ranks(*world, plan ? Result<void>() : Result<void>(plan.error()));
+    take_on_ranks(world, plan ? Result<void>() : Result<void>(plan.error()));
     isa = plan->isa();
     threads = plan->threads();
     chunks.push_back(plan->chunk_tokens());
     Ran ran = run_plan(communicator, r, *plan, 0, workspace, cancel);
-    const bool same_everywhere = same_on_every_rank(*world, ran.out);
+    const bool same_everywhere = same_on_every_rank(world, ran.out);
     ForeignOutputs outputs;
-    outputs["grad_weight"] = gather_rows(*world, ran.out.grad_weight, r.cover, r.shape.V);
-    on_every_rank(*world, [&] {
+    outputs["grad_weight"] = gather_rows(world, ran.out.grad_weight, r.cover, r.shape.V);
+    on_every_rank(world, [&] {
       if (!speaks) return;
       outputs["loss"] = std::move(ran.out.loss);
       outputs["logits_max"] = std::move(ran.out.logits_max);
@@ -571,7 +571,7 @@ int verify_on_ranks(const RankRun& run_options, bool full) {
     });
   }
   const bool fine = std::ranges::all_of(judgements, [](const auto& j) { return j.fine(); });
-  const int code = exit_code_of_rank_0(*world, fine);
+  const int code = exit_code_of_rank_0(world, fine);
   if (!speaks) return code;
   const Sample& sample = report.sample;
   if (run_options.json) {
@@ -580,7 +580,7 @@ int verify_on_ranks(const RankRun& run_options, bool full) {
                 {"dtype", logitless::name_of(r.c.dtype())},
                 {"isa", logitless::name_of(isa)},
                 {"threads", threads},
-                {"ranks", world->size()},
+                {"ranks", world.size()},
                 {"split", to_json(r.cover)},
                 {"chunk_tokens", chunks},
                 {"complete", sample.complete},
@@ -595,7 +595,7 @@ int verify_on_ranks(const RankRun& run_options, bool full) {
     return code;
   }
   fmt::print("{} {}, {}, {} ranks of {} thread{}\n", format_shape(r.shape),
-             logitless::name_of(r.c.dtype()), logitless::name_of(isa), world->size(), threads,
+             logitless::name_of(r.c.dtype()), logitless::name_of(isa), world.size(), threads,
              threads == 1 ? "" : "s");
   if (!sample.complete) {
     fmt::print(
@@ -620,17 +620,17 @@ int verify_on_ranks(const RankRun& run_options, bool full) {
 }
 
 int verify_sparse_on_ranks(const RankRun& run_options, int seeds, bool full) {
-  const std::unique_ptr<Communicator> world = open_ranks();
-  MeteredCommunicator communicator(*world);
+  Communicator& world = open_ranks();
+  MeteredCommunicator communicator(world);
   const CancelToken& cancel = cancel_on_interrupt();
   Progress progress;
   const auto show = [&](const std::string& what) {
-    if (world->rank() == 0) progress.show(what);
+    if (world.rank() == 0) progress.show(what);
   };
   show("reading the case");
   RankRun fp32 = run_options;
   fp32.grad_dtype = DType::f32;
-  RankCase r = load_on_ranks(*world, fp32);
+  RankCase r = load_on_ranks(world, fp32);
   OrderedSteps steps(communicator, r, fp32, cancel);
   SparseVerifyReport report;
   steps.run([&] {
@@ -653,8 +653,8 @@ int verify_sparse_on_ranks(const RankRun& run_options, int seeds, bool full) {
     same.add(steps.same_on_every_rank() ? 1 : 0, 1, 0, -1);
     report.judgements.push_back(same.verdict());
   });
-  const int code = exit_code_of_rank_0(*world, report.fine());
-  if (world->rank() != 0) return code;
+  const int code = exit_code_of_rank_0(world, report.fine());
+  if (world.rank() != 0) return code;
   return print_sparse_verification(report, r.c, fp32.sparse, run_options.json, r.cover);
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdlib>
+#include <memory>
 #include <new>
 #include <span>
 #include <string_view>
@@ -40,6 +41,33 @@ int64_t ranks_in_environment() {
 Error bad_split(const std::string& text, const std::string& rule) {
   return Error{.kind = ErrorKind::invalid_argument,
                .message = fmt::format("--split is '{}', {}", printable(text), rule)};
+}
+
+std::unique_ptr<Communicator> opened_ranks() {
+  if (!started_as_rank()) return self_communicator();
+#ifdef LOGITLESS_MPI_LIBRARY
+  // Global: plugins of MPI look for its symbols there.
+  void* library = ::dlopen(LOGITLESS_MPI_LIBRARY, RTLD_NOW | RTLD_GLOBAL);
+  if (library == nullptr) {
+    fail(fmt::format("started as one of {} ranks, but {} cannot be loaded: {}",
+                     ranks_in_environment(), LOGITLESS_MPI_LIBRARY, ::dlerror()));
+  }
+  auto* open = reinterpret_cast<OpenMpiWorld*>(::dlsym(library, kOpenMpiWorld));
+  if (open == nullptr) {
+    fail(fmt::format("{} is of another version: {}", LOGITLESS_MPI_LIBRARY, ::dlerror()));
+  }
+  char error[512] = {};
+  std::unique_ptr<Communicator> world(open(error, sizeof error));
+  if (!world) fail(std::string(error));
+  if (world->size() != ranks_in_environment()) {
+    fail(fmt::format("started as one of {} ranks, but {} sees {}: is this mpirun another MPI's?",
+                     ranks_in_environment(), LOGITLESS_MPI_LIBRARY, world->size()));
+  }
+  return world;
+#else
+  fail(fmt::format("started as one of {} ranks, but this program was built without MPI",
+                   ranks_in_environment()));
+#endif
 }
 
 }  // namespace
@@ -94,31 +122,9 @@ int threads_of_rank() {
   return static_cast<int>(std::max<int64_t>(1, cpus / local));
 }
 
-std::unique_ptr<Communicator> open_ranks() {
-  if (!started_as_rank()) return self_communicator();
-#ifdef LOGITLESS_MPI_LIBRARY
-  // Global: plugins of MPI look for its symbols there.
-  void* library = ::dlopen(LOGITLESS_MPI_LIBRARY, RTLD_NOW | RTLD_GLOBAL);
-  if (library == nullptr) {
-    fail(fmt::format("started as one of {} ranks, but {} cannot be loaded: {}",
-                     ranks_in_environment(), LOGITLESS_MPI_LIBRARY, ::dlerror()));
-  }
-  auto* open = reinterpret_cast<OpenMpiWorld*>(::dlsym(library, kOpenMpiWorld));
-  if (open == nullptr) {
-    fail(fmt::format("{} is of another version: {}", LOGITLESS_MPI_LIBRARY, ::dlerror()));
-  }
-  char error[512] = {};
-  std::unique_ptr<Communicator> world(open(error, sizeof error));
-  if (!world) fail(std::string(error));
-  if (world->size() != ranks_in_environment()) {
-    fail(fmt::format("started as one of {} ranks, but {} sees {}: is this mpirun another MPI's?",
-                     ranks_in_environment(), LOGITLESS_MPI_LIBRARY, world->size()));
-  }
-  return world;
-#else
-  fail(fmt::format("started as one of {} ranks, but this program was built without MPI",
-                   ranks_in_environment()));
-#endif
+Communicator& open_ranks() {
+  static const std::unique_ptr<Communicator> ranks = opened_ranks();
+  return *ranks;
 }
 
 void on_every_rank(Communicator& communicator, const std::function<void()>& work) {

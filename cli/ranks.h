@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,8 +24,10 @@ Result<std::vector<RowRange>> parse_split(const std::string& text, int64_t V, in
 int threads_of_rank();
 
 // The ranks of this job; one where the process is none of several. liblogitless_mpi, and with it
-// MPI, is loaded here and nowhere else. Fails where it cannot be.
-std::unique_ptr<Communicator> open_ranks();
+// MPI, is loaded here and nowhere else, by the first call. Fails where it cannot be. They end with
+// the process: mpirun ends a job as soon as one rank has failed, which must not be before rank 0
+// has said why, and all ranks wait for each other in MPI_Finalize.
+Communicator& open_ranks();
 
 // Runs `work`, which may fail on some ranks only; then every rank fails, with the same sentence,
 // and only rank 0 says it.

@@ -52,7 +52,7 @@ class Training {
   explicit Training(const TrainArguments& arguments)
       : arguments_(arguments),
         ranks_(cli::open_ranks()),
-        speaks_(ranks_->rank() == 0),
+        speaks_(ranks_.rank() == 0),
         cancel_(cli::cancel_on_interrupt()) {}
 
   int run() {
@@ -78,7 +78,7 @@ class Training {
  private:
   // Everything that can go wrong before the first step, on any rank.
   void prepare() {
-    cli::on_every_rank(*ranks_, [&] {
+    cli::on_every_rank(ranks_, [&] {
       parse_progress(arguments_.progress);
       if (arguments_.stop_after < 0 || arguments_.held_out_every < 1 || arguments_.save_every < 0) {
         cli::fail("--stop-after and --save-every must be at least 0, --held-out-every at least 1");
@@ -96,20 +96,20 @@ class Training {
                         text_.words.size(), kBlockWords * (kHeldOutEvery - 1) + 1));
       }
       train_lm::check(arguments_.options, std::ssize(split.training));
-      cover_ = cli::take(cli::parse_split(arguments_.split, text_.V(), ranks_->size()));
+      cover_ = cli::take(cli::parse_split(arguments_.split, text_.V(), ranks_.size()));
       fingerprint_ = text_.fingerprint();
     });
     const int threads = cli::threads_of_rank();
     omp_set_num_threads(threads > 0 ? threads : default_threads());  // of the small layers
-    trainer_ = make_trainer(*ranks_, arguments_.options, text_,
-                            cover_[static_cast<size_t>(ranks_->rank())], threads);
+    trainer_ = make_trainer(ranks_, arguments_.options, text_,
+                            cover_[static_cast<size_t>(ranks_.rank())], threads);
     if (!arguments_.resume.empty()) {
-      load_checkpoint(arguments_.resume, *ranks_, fingerprint_, *trainer_);
+      load_checkpoint(arguments_.resume, ranks_, fingerprint_, *trainer_);
     }
     record_.options = to_map(arguments_.options);
     record_.text = fingerprint_;
     record_.V = text_.V();
-    record_.ranks = ranks_->size();
+    record_.ranks = ranks_.size();
     for (const RowRange& rows : cover_) record_.cuts.push_back(rows.begin);
     record_.cuts.push_back(text_.V());
     record_.isa = name_of(trainer_->plan().isa());
@@ -131,7 +131,7 @@ class Training {
     for (const RowRange& shard : cover_) {
       rows += fmt::format("{}{}", rows.empty() ? "" : " + ", cli::format_count(shard.size()));
     }
-    fmt::print("ranks  {}, with {} rows of the head; {}, {} thread{} each\n", ranks_->size(), rows,
+    fmt::print("ranks  {}, with {} rows of the head; {}, {} thread{} each\n", ranks_.size(), rows,
                record_.isa, record_.threads, record_.threads == 1 ? "" : "s");
     fmt::print(
         "aim    below {:.4f} nats per held-out word: what the frequency of words alone tells\n",
@@ -189,7 +189,7 @@ class Training {
   }
 
   void check() {
-    const FirstStep first = check_first_step(*ranks_, cover_, *trainer_);
+    const FirstStep first = check_first_step(ranks_, cover_, *trainer_);
     record_.exact_first_loss = first.exact_loss;
     for (const cli::Judgement& judgement : first.judgements) {
       record_.first_step.push_back({.output = judgement.output,
@@ -220,15 +220,15 @@ class Training {
 
   void count_memory() {
     const int64_t mine = resident_bytes();
-    std::vector<int64_t> all(static_cast<size_t>(ranks_->size()));
-    const auto gathered = ranks_->all_gather(std::as_bytes(std::span(&mine, 1)),
-                                             std::as_writable_bytes(std::span(all)));
+    std::vector<int64_t> all(static_cast<size_t>(ranks_.size()));
+    const auto gathered = ranks_.all_gather(std::as_bytes(std::span(&mine, 1)),
+                                            std::as_writable_bytes(std::span(all)));
     if (!gathered) cli::fail(gathered.error());
     record_.memory_bytes = 0;
     for (const int64_t bytes : all) record_.memory_bytes += bytes;
   }
 
-  void save() { save_checkpoint(arguments_.checkpoint, *ranks_, cover_, fingerprint_, *trainer_); }
+  void save() { save_checkpoint(arguments_.checkpoint, ranks_, cover_, fingerprint_, *trainer_); }
 
   int interrupted() {
     save();
@@ -243,8 +243,8 @@ class Training {
   }
 
   int finish() {
-    const SparseCounts counts = cli::over_ranks(*ranks_, counts_);
-    cli::on_every_rank(*ranks_, [&] {
+    const SparseCounts counts = cli::over_ranks(ranks_, counts_);
+    cli::on_every_rank(ranks_, [&] {
       record_.losses = trainer_->losses();
       if (speaks_ && !arguments_.record.empty()) write_record(arguments_.record, record_);
     });
@@ -275,7 +275,7 @@ class Training {
   }
 
   const TrainArguments& arguments_;
-  std::unique_ptr<Communicator> ranks_;
+  Communicator& ranks_;
   bool speaks_;
   const CancelToken& cancel_;
   Text text_;

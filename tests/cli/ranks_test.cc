@@ -51,24 +51,24 @@ TEST(Ranks, ASplitThatDoesNotFitIsRefused) {
 TEST(Ranks, AProcessByItselfIsOneRank) {
   ASSERT_FALSE(started_as_rank());
   EXPECT_EQ(threads_of_rank(), 0);
-  const auto alone = open_ranks();
-  EXPECT_EQ(alone->size(), 1);
-  EXPECT_NO_THROW(on_every_rank(*alone, [] {}));
+  Communicator& alone = open_ranks();
+  EXPECT_EQ(alone.size(), 1);
+  EXPECT_NO_THROW(on_every_rank(alone, [] {}));
   const SparseCounts counts = {.rows = 5, .dense_rows = 2, .kept = 7, .elements = 30};
-  const SparseCounts same = over_ranks(*alone, counts);
+  const SparseCounts same = over_ranks(alone, counts);
   EXPECT_EQ(same.rows, 5);
   EXPECT_EQ(same.dense_rows, 2);
   EXPECT_EQ(same.kept, 7);
   EXPECT_EQ(same.elements, 30);
   try {
-    on_every_rank(*alone, [] { fail("no such file"); });
+    on_every_rank(alone, [] { fail("no such file"); });
     ADD_FAILURE() << "must throw";
   } catch (const Failure& failure) {
     EXPECT_EQ(failure.message, "no such file");
     EXPECT_EQ(failure.exit_code, kExitBadInput);
   }
   try {
-    on_every_rank(*alone, [] { throw std::bad_alloc(); });
+    on_every_rank(alone, [] { throw std::bad_alloc(); });
     ADD_FAILURE() << "must throw";
   } catch (const Failure& failure) {
     EXPECT_EQ(failure.message, "there is not enough memory for this case");
