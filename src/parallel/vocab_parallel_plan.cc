@@ -280,8 +280,7 @@ Result<void> plan_recompute(VocabParallelPlanData& p, const PlanOptions& options
   return {};
 }
 
-// ---- one pass
-// ------------------------------------------------------------------------------------
+// ---- one pass -----------------------------------------------------------------------------------
 //
 // Every rank says which lengths of blocks fit its limit, and all of them take the longest that fits
 // everywhere. (Longer blocks do not need more in every case: a single one needs no sums beside a
