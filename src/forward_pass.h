@@ -437,9 +437,16 @@ class ForwardPass {
     const Range mine = team.part(rows);
     const int64_t* index = region<int64_t>(p_.row_index);
     for (int64_t r = mine.begin; r < mine.end; ++r) {
-      const float reference = region<float>(p_.rest_max)[r];
-      const double rest = static_cast<double>(region<float>(p_.rest_sum)[r]) +
-                          static_cast<double>(region<float>(p_.rest_low)[r]);
+      float reference = region<float>(p_.rest_max)[r];
+      double rest = static_cast<double>(region<float>(p_.rest_sum)[r]) +
+                    static_cast<double>(region<float>(p_.rest_low)[r]);
+      // Relative to the sample's largest where that is larger: fp32 has no threshold relative to
+      // columns far below it.
+      if (collect_.tails != nullptr && collect_.tails[index[r]].reference > reference) {
+        const float sampled = collect_.tails[index[r]].reference;
+        rest *= std::exp(static_cast<double>(reference - sampled));
+        reference = sampled;
+      }
       // Never below the one before: from the largest on, candidates are complete.
       const double before =
           static_cast<double>(region<float>(p_.threshold)[r]) *

@@ -109,13 +109,15 @@ Result<void> run(const GradientPlan& plan, const GradientOperands& operands,
                  const GradientOutputs& outputs, std::span<std::byte> workspace,
                  const CancelToken* cancel) {
   if (auto ok = check(plan.data(), operands, outputs, workspace); !ok) return ok;
-  if (outputs.sparse_counts != nullptr) *outputs.sparse_counts = {};
   if (plan.data().sparse) {
     const DefaultFloatEnvironment environment;
     return SparseGradient(plan.data(), operands, outputs, workspace, cancel).run();
   }
   Stop stop(cancel);
-  return GradientPass(plan.data(), operands, outputs, workspace.data(), stop).run();
+  const Result<void> done =
+      GradientPass(plan.data(), operands, outputs, workspace.data(), stop).run();
+  if (done && outputs.sparse_counts != nullptr) *outputs.sparse_counts = {};
+  return done;
 }
 
 }  // namespace LOGITLESS_ABI_NAMESPACE

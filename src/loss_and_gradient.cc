@@ -251,12 +251,14 @@ Result<void> run(const LossAndGradientPlan& plan, const LossAndGradientOperands&
                  const LossAndGradientOutputs& outputs, std::span<std::byte> workspace,
                  const CancelToken* cancel) {
   if (auto ok = check(plan.data(), operands, outputs, workspace); !ok) return ok;
-  if (outputs.sparse_counts != nullptr) *outputs.sparse_counts = {};
   const DefaultFloatEnvironment environment;  // losses and weights are not all made in a team
   if (plan.data().sparse) {
     return SparseStep(plan.data(), operands, outputs, workspace, cancel).run();
   }
-  return LossAndGradient(plan.data(), operands, outputs, workspace, cancel).run();
+  const Result<void> done =
+      LossAndGradient(plan.data(), operands, outputs, workspace, cancel).run();
+  if (done && outputs.sparse_counts != nullptr) *outputs.sparse_counts = {};
+  return done;
 }
 
 }  // namespace LOGITLESS_ABI_NAMESPACE

@@ -257,8 +257,11 @@ class SparsePass {
     const auto number = static_cast<double>(s.number);
     const double mean = s.moments[0] / number;
     const double variance = s.moments[1] / number - mean * mean;
-    const double normal = V * std::exp(mean + 0.5 * variance);
-    const double rest = std::max(each * s.row.sum(), std::min(normal, 1e30));
+    // By this library's exp, which is the same on every rank, whatever C library it has.
+    auto normal = static_cast<float>(mean + 0.5 * variance);
+    k_.exp(&normal, 1, &normal);
+    const double rest =
+        std::max(each * s.row.sum(), std::min(V * static_cast<double>(normal), 1e30));
     return s.row.expected(rest, p_.tolerance, each) > most_kept();
   }
 
@@ -507,7 +510,7 @@ class SparsePass {
   template <class Body>
   void over_settling(const Team& team, int64_t n, const Body& body) {
     const Range mine = team.part(n);
-    for (int64_t r0 = mine.begin; r0 < mine.end && !stop_.requested(); r0 += kSettledTogether) {
+    for (int64_t r0 = mine.begin; r0 < mine.end; r0 += kSettledTogether) {
       Settling rows[kSettledTogether];
       const int64_t count = std::min(kSettledTogether, mine.end - r0);
       for (int64_t i = 0; i < count; ++i) {

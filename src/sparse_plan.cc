@@ -114,6 +114,11 @@ int64_t most_rows(const SparsePlanData& p) {
   return std::clamp<int64_t>(kMostBytes / row_bytes, g.mr, kMostTokens);
 }
 
+// Candidates are found by 32 bits, kept elements of a row by 31.
+bool is_found(const SparsePlanData& p) {
+  return p.target.threads * p.thread_capacity <= UINT32_MAX && p.row_capacity <= INT32_MAX;
+}
+
 void set_sample(SparsePlanData& p) {
   constexpr int64_t kSampleRows = 1024;
   constexpr int64_t kSampleShare = 64;
@@ -138,8 +143,7 @@ bool choose_sparse(SparsePlanData& p, int64_t limit_bytes, int64_t& least_bytes)
       const int64_t rows = ceil_div(longest, blocks);
       set_block(p, rows);
       const int64_t bytes = lay_out(p);
-      // Candidates are found by 32 bits, kept elements of a row by 31.
-      if (p.target.threads * p.thread_capacity <= UINT32_MAX && p.row_capacity <= INT32_MAX) {
+      if (is_found(p)) {
         least_bytes = std::min(least_bytes, bytes);
         if (bytes <= limit_bytes) return true;
       }
@@ -188,7 +192,7 @@ bool set_sparse_choice(SparsePlanData& p, int choice) {
   if (blocks > longest) return false;
   set_block(p, ceil_div(longest, blocks));
   lay_out(p);
-  return true;
+  return is_found(p);
 }
 
 namespace {

@@ -13,6 +13,9 @@
 namespace logitless {
 inline namespace LOGITLESS_ABI_NAMESPACE {
 
+// The largest that is at most x, a positive number; exact, so the same in every C library.
+inline double power_of_two_within(double x) { return std::ldexp(1.0, std::ilogb(x)); }
+
 // Softmax values by their binary exponent: bin k holds those in [2^-k, 2^(1-k)), bin 0 also more.
 class SoftmaxBins {
  public:
@@ -157,7 +160,7 @@ class SampledRow {
     double number = 0;
     double tau = 1;
     if (tau * below <= bound) {  // beyond the largest value
-      return below / std::exp2(std::floor(std::log2(bound / below)));
+      return below / power_of_two_within(bound / below);
     }
     for (int k = 0; k < SparseTail::kLevels; ++k, tau *= 0.5) {
       below -= each * at_level_[k];
@@ -190,7 +193,7 @@ struct Sample {
 // The least threshold any values lead to: what has to be known of a row.
 inline float least_threshold(double rest, double tolerance) {
   const double bound = tolerance * tolerance * rest;
-  return bound > 0 ? static_cast<float>(std::exp2(std::floor(std::log2(bound)))) : 0.0f;
+  return bound > 0 ? static_cast<float>(power_of_two_within(bound)) : 0.0f;
 }
 
 }  // namespace LOGITLESS_ABI_NAMESPACE

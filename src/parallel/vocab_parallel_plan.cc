@@ -423,9 +423,9 @@ Result<Choices> plan_locally(VocabParallelPlanData& p, const RowRange& rows,
 constexpr const char* kNoCommonBlocks =
     "workspace_limit_bytes: no blocks of a sparse gradient fit the limits of all ranks";
 
-// The same choice on every rank.
+// The same choice on every rank. fits: beside the sparse gradient that all have agreed on, too.
 Result<void> choose(VocabParallelPlanData& p, const std::vector<Choices>& open,
-                    const PlanOptions& options) {
+                    const PlanOptions& options, bool& fits) {
   Choices common = ~Choices{0};
   for (const Choices& of_rank : open) common &= of_rank;
   const auto without = [&](Choices wanted) {  // the first rank that has none of these
@@ -440,9 +440,10 @@ Result<void> choose(VocabParallelPlanData& p, const std::vector<Choices>& open,
     const Target target = p.forward->data().target;
     const int64_t blocks = blocks_of_choice(p, i);
     set_blocks(p, target, blocks, options);
-    // Was found to fit, above.
-    (void)choose_one_pass_blocks(p.step_plan, p.most_chunk_rows(), blocks);
-    if (p.sparse) (void)choose_one_pass_blocks(p.after_plan, p.most_chunk_rows(), blocks);
+    // Was found to fit, above, but beside this rank's own choice of a sparse gradient.
+    fits = choose_one_pass_blocks(p.step_plan, p.most_chunk_rows(), blocks) &&
+           (!p.sparse || choose_one_pass_blocks(p.after_plan, p.most_chunk_rows(), blocks));
+    if (!fits) p.step_plan.workspace_bytes = least_bytes_of(p, blocks);
     lay_out(p);
     return {};
   }
@@ -508,11 +509,12 @@ Result<VocabParallelPlan> plan_vocab_parallel_linear_cross_entropy(Communicator&
     sparse_choice = std::countr_zero(common);
     set_sparse_choice(*p.sparse, sparse_choice);
   }
-  if (auto ok = choose(p, open, options); !ok) return ok.error();
+  bool fits = true;
+  if (auto ok = choose(p, open, options, fits); !ok) return ok.error();
   if (p.sparse) {
     // What every rank found to fit may not fit together.
-    const bool fits =
-        options.workspace_limit_bytes == 0 || p.workspace_bytes <= options.workspace_limit_bytes;
+    fits = fits && (options.workspace_limit_bytes == 0 ||
+                    p.workspace_bytes <= options.workspace_limit_bytes);
     const Result<void> fitting =
         fits ? Result<void>()
              : Error{ErrorKind::limit_too_small, "workspace_limit_bytes is " +

@@ -111,6 +111,23 @@ TEST_P(SparseGradient, GuessesThatFallFromRoundToRoundLoseNothing) {
   EXPECT_LE(all.within_an_ulp, 1 + all.kept / 50000) << "of " << all.kept << " kept";
 }
 
+// The first columns are farther below the others than fp32 reaches.
+TEST_P(SparseGradient, ColumnsFarBelowTheOthersHideNothing) {
+  constexpr int64_t kVocabulary = 4096;
+  for (const double low : {-88.0, -95.0, -104.5, -250.0}) {
+    SCOPED_TRACE(low);
+    OneHot o = one_hot_input({.BT = 4, .V = kVocabulary, .further = 1}, all_arithmetics()[2]);
+    o.step.grad_tolerance = 0x1p-6f;
+    for (int64_t v = 0; v < kVocabulary; ++v) {
+      const bool large = v % 64 == 0 ? v % 512 == 0 : v % 37 == 0;
+      const double x = (large ? -0.7 : -12.0) + 0.01 * static_cast<double>(v % 7);
+      o.set_logit(1, v, v == 4095 ? 0.0 : v < 1024 ? low + 0.001 * x : x);
+    }
+    o.step.target.set_index(1, 4095);
+    expect_kept_set(o, exact(o.step), sparse(o.step, 1));
+  }
+}
+
 // Rows that keep so much that blocks are cut where their candidates have no more room.
 TEST_P(SparseGradient, ShortBlocksLoseNothing) {
   constexpr int64_t kTokens = 40;
@@ -838,6 +855,8 @@ TEST_P(SparseGradient, BrokenArgumentsAreNamedAndNothingIsWritten) {
     out.loss = r.loss.vector_view();
     out.grad_input = gradients.grad_input;
     out.grad_weight = gradients.grad_weight;
+    SparseCounts counts = kOldCounts;
+    out.sparse_counts = &counts;
     auto workspace = guarded_workspace(plan->workspace_bytes());
     breakage(c, in, workspace);
     const auto ran = run(*plan, in, out, workspace);
@@ -847,6 +866,7 @@ TEST_P(SparseGradient, BrokenArgumentsAreNamedAndNothingIsWritten) {
     EXPECT_TRUE(r.loss.untouched()) << part;
     EXPECT_TRUE(r.gradients.grad_input->untouched()) << part;
     EXPECT_TRUE(r.gradients.grad_weight->untouched()) << part;
+    EXPECT_EQ(counts.kept, kOldCounts.kept) << part;
   };
   const ErrorKind invalid = ErrorKind::invalid_argument, wrong = ErrorKind::wrong_type;
   expect([](auto&, auto& in, auto&) { in.token_ids->size = 9; }, invalid, "token_ids");

@@ -41,16 +41,14 @@ OneHot make(const Case& c) {
                                  : one_hot_weight(shape, arithmetic, c.seed);
   o.step.grad_tolerance = c.tolerance;
   o.step.seed = c.seed * 1000 + 7;
-  // The sample, every 64th column, knows nothing of their tails: one row comes twice, and is
-  // sparse; one twice, and is dense.
+  // The sample, every 64th column, makes their sums too large and knows nothing of their tails: one
+  // row comes twice, and is sparse; one twice, and is dense.
   for (const int64_t b : {8, 9}) {
     if (c.V < 2048 || b >= c.BT) continue;
     for (int64_t v = 0; v < c.V; ++v) {
-      const double unseen = b == 9 ? -4.0 : v % 16 == 5 ? -2.0 : -12.0;
-      o.set_logit(b, v,
-                  v == 0        ? 0.0
-                  : v % 64 == 0 ? -20.0
-                                : unseen + 0.01 * static_cast<double>(v % 7));
+      const double seen = v == 0 ? 0.0 : v % 640 == 0 ? -1.0 : -9.0;
+      const double unseen = b == 9 ? -4.0 : v % 16 == 5 ? -5.0 : -14.0;
+      o.set_logit(b, v, (v % 64 == 0 ? seen : unseen) + 0.01 * static_cast<double>(v % 7));
     }
   }
   return o;
@@ -228,6 +226,151 @@ TEST(VocabParallelSparse, BitsDependOnNeitherThreadsNorChunksNorLimits) {
   EXPECT_EQ(differing(o, sliced, plain), 0);
 }
 
+// Limits and threads of each rank by themselves, rows of all kinds.
+TEST(VocabParallelSparse, WhateverRanksHaveTheBitsAreTheSame) {
+  std::mt19937_64 random(23);
+  const auto below = [&](int64_t n) {
+    return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
+  };
+  int64_t limited = 0;
+  for (int round = 0; round < 8; ++round) {
+    SCOPED_TRACE("round " + std::to_string(round));
+    const Case c{.BT = round % 4 == 0 ? 70 + below(30) : 1 + below(40),
+                 .V = round % 2 == 0 ? 2048 + below(3000) : 1 + below(900),
+                 .tolerance = std::ldexp(0.7f, static_cast<int>(-1 - below(11))),
+                 .seed = 200 + static_cast<uint64_t>(round)};
+    const auto ranks = static_cast<size_t>(1 + below(6));
+    std::vector<int64_t> cuts = {0, c.V};
+    while (cuts.size() <= ranks) cuts.push_back(below(c.V + 1));
+    std::ranges::sort(cuts);
+    std::vector<RowRange> cover;
+    for (size_t i = 1; i < cuts.size(); ++i) cover.push_back({cuts[i - 1], cuts[i]});
+    std::ranges::shuffle(cover, random);
+    const TokenRows rows = below(2) == 0 ? TokenRows::all : TokenRows::slice;
+    std::vector<PlanOptions> options(ranks);
+    std::vector<int64_t> bytes(ranks);
+    // Empty where a limit is too small, on every rank.
+    const auto run_all = [&] {
+      std::vector<uint64_t> bits;
+      run_ranks(static_cast<int>(ranks), [&](Communicator& communicator) {
+        const auto rank = static_cast<size_t>(communicator.rank());
+        ShardedStep s = sharded(c, cover);
+        s.input_rows = s.grad_input_rows = rows;
+        s.options = options[rank];
+        const RankResult r = run_rank(communicator, s, [&](RankArguments& a) {
+          bytes[rank] = static_cast<int64_t>(a.workspace.size());
+        });
+        if (!r.result) {
+          EXPECT_EQ(r.result.error().kind, ErrorKind::limit_too_small);
+          return;
+        }
+        const StepResult whole = assemble(communicator, s, r);
+        if (rank == 0) bits = whole.bits();
+      });
+      return bits;
+    };
+    for (PlanOptions& o : options) o.threads = 1;
+    const std::vector<uint64_t> want = run_all();
+    const std::vector<int64_t> free = bytes;
+    for (size_t r = 0; r < ranks; ++r) {
+      options[r].threads = static_cast<int>(1 + below(4));
+      const double share = 0.7 + 0.01 * static_cast<double>(below(40));
+      options[r].workspace_limit_bytes =
+          below(2) == 0 ? 0 : static_cast<int64_t>(share * static_cast<double>(free[r]));
+    }
+    std::vector<uint64_t> got = run_all();
+    if (got.empty()) {  // threads alone
+      for (PlanOptions& o : options) o.workspace_limit_bytes = 0;
+      got = run_all();
+    } else {
+      ++limited;
+    }
+    EXPECT_TRUE(got == want);
+  }
+  EXPECT_GT(limited, 1);
+}
+
+// The least limits that each rank finds for itself may not fit together: then there is no plan.
+TEST(VocabParallelSparse, APlanOfLimitsIsWhole) {
+  std::mt19937_64 random(5);
+  const auto below = [&](int64_t n) {
+    return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
+  };
+  int64_t accepted = 0;
+  for (int round = 0; round < 40; ++round) {
+    const Shape shape{.BT = 64 + below(1200), .V = 3000 + below(20000), .H = 8 + below(100)};
+    const int64_t cut = 1 + below(shape.V / 10);
+    const RowRange rows[2] = {{0, cut}, {cut, shape.V}};
+    int64_t free[2] = {0, 0}, limits[2] = {0, 0};
+    for (int i = 0; i < 40; ++i) {
+      run_ranks(2, [&](Communicator& communicator) {
+        const int rank = communicator.rank();
+        const auto plan = plan_vocab_parallel_linear_cross_entropy(
+            communicator, shape, rows[rank], {.grad_tolerance = 0x1p-6f},
+            {.threads = 1, .workspace_limit_bytes = limits[rank]});
+        if (!plan) {
+          EXPECT_EQ(plan.error().kind, ErrorKind::limit_too_small);
+          return;
+        }
+        if (limits[rank] == 0) {
+          free[rank] = plan->workspace_bytes();
+          return;
+        }
+        EXPECT_LE(plan->workspace_bytes(), limits[rank]);
+        EXPECT_NE(plan->describe().find("tokens in"), std::string::npos);  // of the flat rows
+        if (rank == 0) ++accepted;
+      });
+      for (int r : {0, 1}) limits[r] = free[r] * (15 + below(90)) / 100;
+    }
+  }
+  EXPECT_GT(accepted, 100);
+}
+
+// Candidates are found by 32 bits.
+TEST(VocabParallelSparse, AHugeShardHasShorterBlocks) {
+  run_ranks(1, [&](Communicator& communicator) {
+    const Shape shape{.BT = 1024, .V = 30'000'000, .H = 1024};
+    const auto plan = plan_vocab_parallel_linear_cross_entropy(
+        communicator, shape, {0, shape.V}, {.grad_tolerance = 0x1p-9f}, {.threads = 2});
+    ASSERT_TRUE(plan) << plan.error().message;
+    const std::string text = plan->describe();
+    const size_t at = text.find("elements kept of a row, ");
+    ASSERT_NE(at, std::string::npos);
+    const int64_t of_a_thread = std::stoll(text.substr(text.find(", ", at) + 2));
+    EXPECT_LE(2 * of_a_thread, int64_t{UINT32_MAX}) << text;
+  });
+}
+
+// A shard whose first columns are farther below the others than fp32 reaches.
+TEST(VocabParallelSparse, ColumnsFarBelowTheOthersHideNothing) {
+  for (const double low : {-88.0, -95.0, -104.5, -250.0}) {
+    for (const double high : {0.0, -3.0}) {
+      SCOPED_TRACE("low " + std::to_string(low) + ", high " + std::to_string(high));
+      const Case c{.BT = 4, .V = 4352};
+      OneHot o = make(c);
+      for (int64_t v = 0; v < c.V; ++v) {
+        const bool large = v % 64 == 0 ? v % 512 == 0 : v % 37 == 0;
+        const double x = (large ? -0.1 : -12.0) - 0.1 * static_cast<double>(v % 11);
+        o.set_logit(1, v, v == 4200 ? 0.0 : v < 1024 ? low + 0.001 * x : high + x);
+      }
+      o.step.target.set_index(1, 4200);
+      // The operands are alike on all ranks, and are not copied.
+      ShardedStep s;
+      s.strategy = Strategy::automatic;
+      s.cover = {{0, 4096}, {4096, 4352}};
+      std::swap(s.step, o.step);
+      const StepResult got = run_sharded(s);
+      s.step.grad_tolerance = 0.0f;
+      s.strategy = Strategy::one_pass;
+      const StepResult exact = run_sharded(s);
+      std::swap(s.step, o.step);
+      o.step.grad_tolerance = c.tolerance;
+      const KeptSet set = expect_kept_set(o, exact, got);
+      EXPECT_EQ(set.sparse_rows, c.BT);
+    }
+  }
+}
+
 TEST(VocabParallelSparse, AddsToWhatIsThere) {
   const Case c;
   const auto cover = balanced_cover(c.V, 3);
@@ -286,10 +429,25 @@ TEST(VocabParallelSparse, NothingIsFineToo) {
   }
 }
 
-// Whenever a rank is cancelled, all of them say so.
+// Rows that come twice do so: two gathers more.
+TEST(VocabParallelSparse, SomeRowsComeTwice) {
+  const auto gathers = [](const Case& c) {
+    int number = 0;
+    run_ranks(3, [&](Communicator& communicator) {
+      const RankResult r = run_rank(communicator, sharded(c, balanced_cover(c.V, 3)));
+      ASSERT_TRUE(r.result);
+      if (communicator.rank() == 0) number = traffic_of(communicator).gathers;
+    });
+    return number;
+  };
+  EXPECT_EQ(gathers({.BT = 18}), gathers({.BT = 8}) + 2);
+}
+
+// Whenever a rank is cancelled, all of them say so. So many rows that no two gathers are of as many
+// bytes: also while others have rows that come once more.
 TEST(VocabParallelSparse, ACancelledRankIsEveryonesError) {
-  const Case c{.BT = 24};
-  for (int at = 0; at < 14; ++at) {
+  const Case c{.BT = 100};
+  for (int at = 0; at < 16; ++at) {
     CancelToken token;
     std::atomic<int> calls = 0;
     std::atomic<int> finished = 0, cancelled = 0;

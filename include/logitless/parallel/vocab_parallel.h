@@ -95,8 +95,8 @@ LOGITLESS_API Result<VocabParallelPlan> plan_vocab_parallel_linear_cross_entropy
     const VocabParallelTypes& types, const PlanOptions& options = {});
 
 // Operands: weight is [rows().size(), H]; input [BT, H], or this rank's slice of it. Target, rows,
-// token_weights, normalizer, seed and token_ids are of all BT tokens and the same on every rank; the
-// default normalizer counts them (a data-parallel group beside this one: give the normalizer of
+// token_weights, normalizer, seed and token_ids are of all BT tokens and the same on every rank;
+// the default normalizer counts them (a data-parallel group beside this one: give the normalizer of
 // both).
 // Outputs: loss and statistics of all BT tokens; grad_input [BT, H], or this rank's slice of it;
 // grad_weight [rows().size(), H]; of sparse_counts, kept and elements are those of this rank's rows
