@@ -183,11 +183,12 @@ SparsePlanData begin_split(const Shape& shape, int64_t vocabulary, int64_t vocab
 }
 
 bool set_sparse_choice(SparsePlanData& p, int choice) {
-  const int64_t groups = int64_t{1} << (choice / 8);
+  const int64_t groups = ceil_div(p.shape.BT, SparsePlanData::kMostRows) << (choice / 8);
   const int64_t blocks = int64_t{1} << (choice % 8);
   if (groups > p.shape.BT) return false;
   p.group_rows = ceil_div(p.shape.BT, groups);
-  if (p.group_rows > SparsePlanData::kMostRows) return false;
+  // grad_input is summed over the ranks a group at a time, which a transport may count in 31 bits.
+  if (p.grad_input && p.group_rows * p.shape.H > INT32_MAX) return false;
   const int64_t longest = std::min(p.group_rows, most_rows(p));
   if (blocks > longest) return false;
   set_block(p, ceil_div(longest, blocks));

@@ -341,6 +341,24 @@ TEST(VocabParallelSparse, AHugeShardHasShorterBlocks) {
   });
 }
 
+// Tokens of a group are found by 16 bits, and a sum over ranks is counted by 31.
+TEST(VocabParallelSparse, ManyTokensAreManyGroups) {
+  for (const Shape& shape :
+       {Shape{.BT = 20'000'000, .V = 5000, .H = 8}, Shape{.BT = 65536, .V = 5000, .H = 40'000}}) {
+    run_ranks(1, [&](Communicator& communicator) {
+      const auto plan = plan_vocab_parallel_linear_cross_entropy(
+          communicator, shape, {0, shape.V}, {.grad_tolerance = 0x1p-9f}, {.threads = 2});
+      ASSERT_TRUE(plan) << plan.error().message;
+      const std::string text = plan->describe();
+      const size_t at = text.find(" groups of ");
+      ASSERT_NE(at, std::string::npos) << text;
+      const int64_t rows = std::stoll(text.substr(at + 11));
+      EXPECT_LE(rows, 65536) << text;
+      EXPECT_LE(rows * shape.H, INT32_MAX) << text;
+    });
+  }
+}
+
 // A shard whose first columns are farther below the others than fp32 reaches.
 TEST(VocabParallelSparse, ColumnsFarBelowTheOthersHideNothing) {
   for (const double low : {-88.0, -95.0, -104.5, -250.0}) {
