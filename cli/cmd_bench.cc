@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <ctime>
+#include <iterator>
 #include <map>
 #include <set>
 
@@ -33,6 +34,21 @@ constexpr const char* kSparseWantsTolerance =
 constexpr const char* kBesideSparse =
     "The sparse gradient beside forward and loss alone and beside the exact gradients in one "
     "call,\nmeasured by turns; kept: of grad_logits, in rows that are not dense";
+// What it says of a step.
+const std::vector<Table::Column> kSparseColumns = {
+    {"tolerance", Align::right}, {"kept", Align::right},      {"dense rows", Align::right},
+    {"forward", Align::right},   {"/ forward", Align::right}, {"exact", Align::right},
+    {"/ exact", Align::right}};
+std::vector<std::string> sparse_cells(double tolerance, const SparseCounts& counts, double seconds,
+                                      double forward_seconds, double exact_seconds) {
+  return {format_tolerance(tolerance),
+          fmt::format("{:.2f} %", 100 * kept_share(counts)),
+          fmt::format("{} of {}", format_count(counts.dense_rows), format_count(counts.rows)),
+          format_seconds(forward_seconds),
+          fmt::format("{:.2f} x", seconds / forward_seconds),
+          format_seconds(exact_seconds),
+          fmt::format("{:.2f} x", seconds / exact_seconds)};
+}
 
 struct BenchArguments {
   ListOptions lists;
@@ -448,28 +464,16 @@ class BenchRun {
   void print_sparse_lines() const {
     const Names which = names();
     std::vector<Table::Column> columns = name_columns(which);
-    columns.insert(columns.end(), {{"tolerance", Align::right},
-                                   {"kept", Align::right},
-                                   {"dense rows", Align::right},
-                                   {"forward", Align::right},
-                                   {"/ forward", Align::right},
-                                   {"exact", Align::right},
-                                   {"/ exact", Align::right}});
+    columns.insert(columns.end(), kSparseColumns.begin(), kSparseColumns.end());
     Table table(columns);
     bool any = false;
     for (const BenchLine& line : lines_) {
       if (line.op != "sparse") continue;
       any = true;
       std::vector<std::string> cells = name_cells(which, line);
-      const double seconds = line.seconds_median();
-      cells.push_back(format_tolerance(line.grad_tolerance));
-      cells.push_back(fmt::format("{:.2f} %", 100 * line.kept_share()));
-      cells.push_back(fmt::format("{} of {}", format_count(line.sparse_counts.dense_rows),
-                                  format_count(line.sparse_counts.rows)));
-      cells.push_back(format_seconds(median(line.forward)));
-      cells.push_back(fmt::format("{:.2f} x", seconds / median(line.forward)));
-      cells.push_back(format_seconds(median(line.exact)));
-      cells.push_back(fmt::format("{:.2f} x", seconds / median(line.exact)));
+      std::ranges::move(sparse_cells(line.grad_tolerance, line.sparse_counts, line.seconds_median(),
+                                     median(line.forward), median(line.exact)),
+                        std::back_inserter(cells));
       table.row(std::move(cells));
     }
     if (!any) return;
@@ -600,23 +604,15 @@ void print_rank_lines(const std::vector<RankBenchLine>& lines) {
   }
   fmt::print("{}", table.str());
   if (lines[0].sparse.tolerance == 0) return;
-  Table sparse({{"shape", Align::left},
-                {"tolerance", Align::right},
-                {"kept", Align::right},
-                {"dense rows", Align::right},
-                {"forward", Align::right},
-                {"/ forward", Align::right},
-                {"exact", Align::right},
-                {"/ exact", Align::right}});
+  std::vector<Table::Column> columns = {{"shape", Align::left}};
+  columns.insert(columns.end(), kSparseColumns.begin(), kSparseColumns.end());
+  Table sparse(columns);
   for (const RankBenchLine& line : lines) {
-    sparse.row({format_shape(line.shape), format_tolerance(line.sparse.tolerance),
-                fmt::format("{:.2f} %", 100 * kept_share(line.sparse_counts)),
-                fmt::format("{} of {}", format_count(line.sparse_counts.dense_rows),
-                            format_count(line.sparse_counts.rows)),
-                format_seconds(line.forward_seconds),
-                fmt::format("{:.2f} x", line.seconds / line.forward_seconds),
-                format_seconds(line.exact_seconds),
-                fmt::format("{:.2f} x", line.seconds / line.exact_seconds)});
+    std::vector<std::string> cells = {format_shape(line.shape)};
+    std::ranges::move(sparse_cells(line.sparse.tolerance, line.sparse_counts, line.seconds,
+                                   line.forward_seconds, line.exact_seconds),
+                      std::back_inserter(cells));
+    sparse.row(std::move(cells));
   }
   fmt::print("\n{}\n\n{}", kBesideSparse, sparse.str());
 }

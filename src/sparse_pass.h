@@ -101,10 +101,6 @@ class SparsePass {
 
   // Before anything else.
   void begin(const Team& team) {
-    if (team.rank() == 0) {
-      certain_rows_ = p_.certain_rows(team.size());
-      room_ = p_.room(team.size());
-    }
     const uint64_t seed = cpu::vocab_seed(seed_);
     const Range columns = team.part(p_.segments() * cpu::kSegmentColumns);
     for (int64_t v = columns.begin; v < columns.end; ++v) {
@@ -291,7 +287,7 @@ class SparsePass {
 
   bool one_group(const Team& team, int64_t g0, int64_t rows) {
     for (int64_t r0 = 0, n = 0; r0 < rows; r0 += n) {
-      n = rows_that_fit({g0 + r0, g0 + rows}, certain_rows_, room_);
+      n = rows_that_fit({g0 + r0, g0 + rows}, p_.certain_rows(), p_.room());
       if (team.rank() == 0) list_block(r0, n);
       if (!one_block(team, g0, n, p_.sample_stride > 0)) return false;
     }
@@ -299,7 +295,7 @@ class SparsePass {
     // that everything fits, by thresholds that always hold.
     if (team.rank() == 0) list_pending(g0, rows);
     team.barrier();
-    const int64_t few = std::min(certain_rows_, p_.block_rows());
+    const int64_t few = std::min(p_.certain_rows(), p_.block_rows());
     for (int64_t i0 = 0; i0 < pending_; i0 += few) {
       const int64_t n = std::min(few, pending_ - i0);
       if (team.rank() == 0) take_pending(i0, n);
@@ -321,9 +317,6 @@ class SparsePass {
 
  public:
   // ---- the same in steps, for ranks ------------------------------------------------------------
-
-  int64_t certain_rows() const { return certain_rows_; }
-  double room() const { return room_; }
 
   // How many of these rows of the list make a block: as many as have room for the candidates that
   // their samples lead to expect; `certain` rows have it in any case.
@@ -891,8 +884,6 @@ class SparsePass {
   ForwardPass forward_;
   ForwardPass::Collect collect_;
   // Written by the first member, read behind a barrier.
-  double room_ = 0;  // for candidates of the whole vocabulary
-  int64_t certain_rows_ = 1;
   int64_t sparse_ = 0;
   int64_t pending_ = 0;
   int64_t kept_ = 0;

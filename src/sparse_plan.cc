@@ -101,10 +101,6 @@ void set_block(SparsePlanData& p, int64_t rows) {
   f.own_panels = !f.few;
 }
 
-}  // namespace
-
-namespace {
-
 // Of a block.
 int64_t most_rows(const SparsePlanData& p) {
   constexpr int64_t kMostTokens = 1024;             // their tiles of a segment: 1 MiB a thread

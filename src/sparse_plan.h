@@ -44,20 +44,20 @@ struct SparsePlanData {
   int64_t thread_capacity = 0;                     // candidates that a thread collects of a block
   // Segments that one thread takes at most: of each of the four rounds one more than its share.
   int64_t most_segments(int64_t threads) const {
-    return std::min(segments(), segments() / threads + 4);
+    return std::min(segments(), ceil_div(segments(), threads) + 4);
   }
   static constexpr int64_t kSlack = 2 * cpu::kSegmentColumns;  // behind the last candidate
-  // Rows of which everything can be collected, whatever they look like, on at most as many threads
-  // as were planned.
-  int64_t certain_rows(int64_t threads) const {
-    const int64_t capacity = target.threads * thread_capacity / threads - kSlack;
-    const int64_t of_a_row = std::max<int64_t>(1, most_segments(threads)) * cpu::kSegmentColumns;
-    return std::max<int64_t>(1, capacity / of_a_row);
+  // Rows of which everything can be collected, whatever they look like; on fewer threads than were
+  // planned, too, which share the same lists.
+  int64_t certain_rows() const {
+    const int64_t segments_of_a_thread = std::max<int64_t>(1, most_segments(target.threads));
+    return std::max<int64_t>(
+        1, (thread_capacity - kSlack) / (segments_of_a_thread * cpu::kSegmentColumns));
   }
   // Candidates of the whole vocabulary that there is room for, a fifth more than are expected:
   // where a list ends, all rows of the block come once more.
-  double room(int64_t threads) const {
-    const int64_t capacity = target.threads * thread_capacity - threads * kSlack;
+  double room() const {
+    const int64_t capacity = target.threads * (thread_capacity - kSlack);
     return static_cast<double>(capacity) / 1.2 / std::max(share(), 1e-9);
   }
   // Every so many vocabulary rows one is looked at beforehand; 0: none.

@@ -61,7 +61,7 @@ class SparseRanks {
     Pass pass(s_, operands_, statistics, gradients, in_.seed, p_.rows().begin, *this, rows, kinds,
               ws_ + p_.operators, stop_);
     team([&](const Team& team) { pass.begin(team); });
-    if (auto ok = agree_on_blocks(pass); !ok) return ok;
+    if (auto ok = agree_on_blocks(); !ok) return ok;
     if (s_.sample_stride > 0) {
       team([&](const Team& team) { pass.pack_sample(team); });
       for (int64_t r0 = 0; r0 < count; r0 += s_.block_rows()) {
@@ -140,8 +140,8 @@ class SparseRanks {
   }
 
   // How many rows are done at a time, which threads may decide.
-  Result<void> agree_on_blocks(const Pass& pass) {
-    blocks_ = {std::min(pass.certain_rows(), s_.block_rows()), pass.room()};
+  Result<void> agree_on_blocks() {
+    blocks_ = {std::min(s_.certain_rows(), s_.block_rows()), s_.room()};
     std::memcpy(mine(), &blocks_, sizeof blocks_);
     if (auto ok = gather(sizeof blocks_); !ok) return ok;
     for (int64_t r = 0; r < p_.ranks; ++r) {
