@@ -514,41 +514,61 @@ Statistics merge(std::span<const Statistics> shards) {
     merged.target_mask[i] = owned ? 0 : 1;
     merged.counts[i] = counts ? 1 : 0;
 
-    // Each shard's errors, weighted with its share of the sum.
-    double max_variance = 0.0, sum_variance = 0.0, logsumexp_variance = 0.0;
-    double target_variance = 0.0, target_flip = 0.0;
-    for (const Statistics& shard : shards) {
+    // Each shard's errors, weighted with its share of the sum. Sums are relative to a maximum, and
+    // so are their errors: what a shard's own maximum is off by cancels in sum * exp(local - max),
+    // and one shard, the first that holds the maximum, is not rebased at all. Two errors that share
+    // a logit add up; all others are independent.
+    const auto owner = static_cast<size_t>(std::ranges::find(maxima, max) - maxima.begin());
+    const double max_deviation =
+        owner < shards.size() ? shards[owner].logits_max.deviation[i] : 0.0;
+    double sum_variance = 0.0, logsumexp_variance = 0.0, loss_variance = 0.0;
+    double predicted_deviation = 0.0, target_flip = 0.0;
+    for (size_t r = 0; r < shards.size(); ++r) {
+      const Statistics& shard = shards[r];
       const double local = shard.logits_max.value[i];
       const double share =
           sum > 0.0 ? shard.sum_exp_logits.value[i] * exp_below(local, max) / sum : 0.0;
-      if (local == max) {
-        max_variance = std::max(max_variance, std::pow(shard.logits_max.deviation[i], 2));
-      }
+      const double exp_error =
+          r == owner ? 0.0 : exp_variance(std::isfinite(local - max) ? local - max : 0.0);
+      const double of_logsumexp =
+          share * share * (std::pow(shard.logsumexp_deviation[i], 2) + exp_error);
+      logsumexp_variance += of_logsumexp;
+      // All other terms are relative to the owner's maximum too.
+      sum_variance +=
+          r == owner
+              ? std::pow(share * shard.sum_exp_logits.deviation[i] + (1.0 - share) * max_deviation,
+                         2)
+              : of_logsumexp;
       merged.logits_max.flip[i] = std::max(merged.logits_max.flip[i], shard.logits_max.flip[i]);
-      const double exp_error = exp_variance(std::isfinite(local - max) ? local - max : 0.0);
-      sum_variance += share * share *
-                      (std::pow(shard.sum_exp_logits.deviation[i], 2) +
-                       std::pow(shard.logits_max.deviation[i], 2) + exp_error);
       merged.sum_exp_logits.flip[i] +=
           share * (shard.sum_exp_logits.flip[i] + std::expm1(shard.logits_max.flip[i]));
-      logsumexp_variance += share * share * (std::pow(shard.logsumexp_deviation[i], 2) + exp_error);
       merged.logsumexp_flip[i] += share * shard.logsumexp_flip[i];
-      if (shard.target_mask[i]) continue;
-      // The shift is rounded once more.
-      const double rounding = unit_roundoff(DType::f32) * predicted;
-      target_variance = std::pow(shard.predicted_logits.deviation[i], 2) + rounding * rounding +
-                        (local == max ? 0.0 : std::pow(shard.logits_max.deviation[i], 2));
+      if (shard.target_mask[i]) {
+        loss_variance += of_logsumexp;
+        continue;
+      }
+      const double own_max = shard.logits_max.deviation[i];
+      const double predicted_of_shard = shard.predicted_logits.deviation[i];
+      // The shift by (local - max) is rounded, and so is the sum with it.
+      const double shift = r == owner ? 0.0 : unit_roundoff(DType::f32) * predicted;
+      // The target's logit is off by no more than its distance to the maximum is, unless it is
+      // that.
+      const double logit = std::max(predicted_of_shard, own_max);
+      predicted_deviation =
+          r == owner ? predicted_of_shard
+                     : std::sqrt(logit * logit + max_deviation * max_deviation + shift * shift);
+      loss_variance += std::pow(share * shard.loss_deviation[i] + (1.0 - share) * logit, 2) +
+                       share * share * exp_error + shift * shift;
       target_flip = shard.predicted_logits.flip[i] + shard.logits_max.flip[i];
     }
-    const bool finite = std::isfinite(max);
-    merged.logits_max.deviation[i] = finite ? std::sqrt(max_variance) : 0.0;
-    merged.sum_exp_logits.deviation[i] = finite ? std::sqrt(sum_variance + max_variance) : 0.0;
-    merged.logsumexp_deviation[i] = finite ? std::sqrt(logsumexp_variance) : 0.0;
-    if (owned && finite) {
-      merged.predicted_logits.deviation[i] = std::sqrt(target_variance + max_variance);
-      merged.predicted_logits.flip[i] = target_flip + merged.logits_max.flip[i];
+    if (std::isfinite(max)) {
+      merged.logits_max.deviation[i] = max_deviation;
+      merged.sum_exp_logits.deviation[i] = std::sqrt(sum_variance);
+      merged.logsumexp_deviation[i] = std::sqrt(logsumexp_variance);
+      merged.loss_deviation[i] = std::sqrt(loss_variance);
+      merged.predicted_logits.deviation[i] = predicted_deviation;
+      if (owned) merged.predicted_logits.flip[i] = target_flip + merged.logits_max.flip[i];
     }
-    merged.loss_deviation[i] = finite ? std::sqrt(logsumexp_variance + target_variance) : 0.0;
     merged.loss_flip[i] = merged.logsumexp_flip[i] + target_flip;
   }
   return merged;

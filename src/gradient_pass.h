@@ -326,7 +326,7 @@ class GradientPass {
     return {
         .has_grad_lse = in_.grad_logsumexp.has_value(),
         .round_logits_to = p_.target.multiply,
-        .round_to_f16 = p_.target.multiply == DType::f16,
+        .round_to = p_.target.multiply,
     };
   }
 

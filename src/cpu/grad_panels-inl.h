@@ -37,14 +37,29 @@ template <class V>
           .target_grad = (row.target_p - 1.0f) * grad};
 }
 
-// grad_logits of kLanes values in fp32: (p - one_hot) * grad + p * grad_lse, the subtraction first;
-// for fp16 operands rounded in the row's own scale, so that neither small gradients underflow nor
-// another token's size matters. Held exponentials take one product: softmax's factor and the
+// g as it enters the products: rounded once to the operands' type. fp16 in the row's own scale, so
+// that neither small gradients underflow nor another token's size matters. Pairs of bf16 are
+// rounded when they are made.
+template <class G>
+[[gnu::always_inline]] inline typename G::V::F rounded_gradient(
+    typename G::V::F g, const RowFactors<typename G::V>& row,
+    const logitless::cpu::GradTileOptions& options) {
+  using V = typename G::V;
+  if constexpr (G::kUnit == 1) {
+    if (options.round_to == logitless::DType::f16) return V::mul(V::round_f16(g), row.unscale);
+    if (options.round_to == logitless::DType::bf16) return V::round_bf16(g);
+  }
+  return g;
+}
+
+// grad_logits of kLanes values: (p - one_hot) * grad + p * grad_lse in fp32, the subtraction first;
+// then rounded. Held exponentials take one product: softmax's factor and the
 // gradient are multiplied beforehand.
-template <class V, logitless::cpu::GradSource kSource>
-[[gnu::always_inline]] inline typename V::F gradient_of_values(
-    typename V::F values, typename V::F one_hot, const RowFactors<V>& row,
+template <class G, logitless::cpu::GradSource kSource>
+[[gnu::always_inline]] inline typename G::V::F gradient_of_values(
+    typename G::V::F values, typename G::V::F one_hot, const RowFactors<typename G::V>& row,
     const logitless::cpu::GradRow& params, const logitless::cpu::GradTileOptions& options) {
+  using V = typename G::V;
   using logitless::cpu::GradSource;
   using F = typename V::F;
   F g;
@@ -61,8 +76,7 @@ template <class V, logitless::cpu::GradSource kSource>
     g = V::mul(V::sub(p, one_hot), row.grad);
     if (options.has_grad_lse) g = V::fma(p, row.grad_lse, g);
   }
-  if (options.round_to_f16) g = V::mul(V::round_f16(g), row.unscale);
-  return g;
+  return rounded_gradient<G>(g, row, options);
 }
 
 // All vectors of row r. The target's column and columns beyond the vocabulary are rare, and take
@@ -82,7 +96,8 @@ template <class G, logitless::cpu::GradSource kSource, logitless::cpu::PackSourc
     for (int j = 0; j < G::kVecs; ++j) g[j] = V::zero();
     return;
   }
-  const RowFactors<V> row = row_factors<V>(params, tile, r, options.round_to_f16);
+  const RowFactors<V> row =
+      row_factors<V>(params, tile, r, options.round_to == logitless::DType::f16);
   const auto* values = static_cast<const unsigned char*>(tile.rows[r]);
   const int64_t target = params.target - tile.v0;
   const bool here = params.target >= 0 && target >= 0 && target < kNr;
@@ -90,7 +105,7 @@ template <class G, logitless::cpu::GradSource kSource, logitless::cpu::PackSourc
 #pragma GCC unroll 8
     for (int j = 0; j < G::kVecs; ++j) {
       const F x = V::template load_as<kType>(values + j * G::kLanes * kBytes);
-      g[j] = gradient_of_values<V, kSource>(x, V::zero(), row, params, options);
+      g[j] = gradient_of_values<G, kSource>(x, V::zero(), row, params, options);
     }
     if (!here) return;
   }
@@ -98,10 +113,9 @@ template <class G, logitless::cpu::GradSource kSource, logitless::cpu::PackSourc
   for (int c = 0; c < tile.columns; ++c) {
     const F x = V::template load_first_as<kType>(values + c * kBytes, 1);
     const F one_hot = V::set1(here && c == target ? 1.0f : 0.0f);
-    F element = gradient_of_values<V, kSource>(x, one_hot, row, params, options);
+    F element = gradient_of_values<G, kSource>(x, one_hot, row, params, options);
     if (kSource == GradSource::held && here && c == target) {
-      element = V::set1(row.target_grad);
-      if (options.round_to_f16) element = V::mul(V::round_f16(element), row.unscale);
+      element = rounded_gradient<G>(V::set1(row.target_grad), row, options);
     }
     V::store_first(buffer + c, element, 1);
   }

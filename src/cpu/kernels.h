@@ -63,7 +63,9 @@ struct GradRow {
 struct GradTileOptions {
   bool has_grad_lse;
   DType round_logits_to;  // f16, bf16; f32 = never
-  bool round_to_f16;      // round the result to fp16 after scaling, and undo the scale
+  // The type the result is rounded to, once, whatever the units can hold. f16: in the row's scale,
+  // which is undone; f32 = never.
+  DType round_to;
 };
 
 // What grad_logits is made of: logits (fp32), a softmax given, or exponentials held since the
@@ -133,10 +135,9 @@ struct GemmKernels {
 
   // grad_logits of one tile -> the A panel of its tokens, from the tile's first column on
   // ([columns / k_unit][mr], for grad_input), and the B panel of its columns, from its first token
-  // on
-  // ([count / k_unit][nr], for grad_weight). Either may be null. Rounded once, to the type the
-  // units have. Rows count..mr-1 become 0. Rows of held values whose gradients are 0 become 0
-  // whatever they hold.
+  // on ([count / k_unit][nr], for grad_weight). Either may be null. Rounded once: as the options
+  // say, pairs of bf16 always to bf16. Rows count..mr-1 become 0. Rows of held values whose
+  // gradients are 0 become 0 whatever they hold.
   void (*grad_panels)(const GradTile& tile, const GradRow* rows, const GradTileOptions& options,
                       void* a, void* b);
 

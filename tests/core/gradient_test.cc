@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "reference/tolerance.h"
 #include "tests/support/cases.h"
 #include "tests/support/emulation.h"
 #include "tests/support/isa_test.h"
@@ -393,6 +394,42 @@ TEST_P(Gradient, TheMaximumOfOtherShardsMayBeFarAbove) {
       c.sum_exp_logits.set(b, 1.0 + c.sum_exp_logits.get(b) * std::exp(-above));
     }
     expect_gradient(c, run_gradient(c, options()));
+  }
+}
+
+// Rounded to the operands' type once, also where the instruction set multiplies that type as fp32.
+// Seen through an identity for weight, grad_input is grad_logits.
+TEST_P(Gradient, GradLogitsAreRoundedToTheOperandTypeOnEveryInstructionSet) {
+  for (const Arithmetic& arithmetic : all_arithmetics()) {
+    const DType multiplied = arithmetic.multiplied();
+    for (const int64_t BT : {1, 3, 20}) {
+      for (const GradientMode mode : kModes) {
+        ForwardCase forward = make_forward_case({.BT = BT, .V = 48, .H = 48}, arithmetic);
+        for (int64_t v = 0; v < 48; ++v) {
+          for (int64_t h = 0; h < 48; ++h) forward.weight.set(v, h, v == h ? 1.0 : 0.0);
+        }
+        GradientCase c = make_gradient_case(std::move(forward), {.mode = mode, .zero_grad = 0});
+        c.grad_input = {.dtype = DType::f32};
+        c.grad_weight.reset();
+        const GradientResult r = run_gradient(c, options());
+        expect_gradient(c, r);
+        int unrounded = 0;
+        for (int64_t b = 0; b < BT; ++b) {
+          // fp16 in the row's own scale.
+          const int scale = multiplied == DType::f16 ? -std::ilogb(c.grad.get(b)) : 0;
+          for (int64_t v = 0; v < 48; ++v) {
+            const double g = std::ldexp(r.grad_input->get(b, v), scale);
+            unrounded +=
+                reference::round_to(multiplied == DType::f32 ? DType::bf16 : multiplied, g) != g;
+          }
+        }
+        if (multiplied == DType::f32) {
+          EXPECT_GT(unrounded, 0) << arithmetic.name;
+        } else {
+          EXPECT_EQ(unrounded, 0) << arithmetic.name;
+        }
+      }
+    }
   }
 }
 

@@ -6,7 +6,11 @@
 #include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
+#include <random>
+#include <vector>
 
 #include "tests/support/cases.h"
 #include "tests/support/emulation.h"
@@ -33,6 +37,113 @@ TEST(Tolerance, SpacingIsTheDistanceOfNeighbours) {
   EXPECT_EQ(spacing(DType::f16, 65504.0), 32.0);
   EXPECT_EQ(spacing(DType::f16, 0.0), 0x1p-24);
   EXPECT_EQ(spacing(DType::bf16, 0x1p-130), 0x1p-133);
+}
+
+// Rows [begin, end) of a view.
+ConstMatrixView rows_of(const ConstMatrixView& view, int64_t begin, int64_t end) {
+  return {static_cast<const std::byte*>(view.data) + begin * view.row_stride * size_of(view.dtype),
+          view.dtype,
+          end - begin,
+          view.cols,
+          view.row_stride,
+          view.col_stride};
+}
+
+// The statistics of shards as `cut` says.
+std::vector<reference::Statistics> shards_of(const ForwardCase& c,
+                                             const std::vector<int64_t>& cut) {
+  std::vector<reference::Statistics> shards;
+  for (size_t s = 0; s + 1 < cut.size(); ++s) {
+    shards.push_back(reference::forward(c.operands().input,
+                                        rows_of(c.operands().weight, cut[s], cut[s + 1]),
+                                        c.operands().target, {.vocab_start_index = cut[s]}));
+  }
+  return shards;
+}
+
+TEST(Tolerance, MergingOneShardChangesNoEstimate) {
+  const ForwardCase c = make_forward_case({.BT = 40, .V = 300, .H = 64}, all_arithmetics()[1]);
+  const std::vector<reference::Statistics> one = shards_of(c, {0, 300});
+  const reference::Statistics merged = reference::merge(one);
+  const auto same = [](const std::vector<double>& got, const std::vector<double>& want) {
+    ASSERT_EQ(got.size(), want.size());
+    for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], want[i], 1e-9 * want[i]) << i;
+  };
+  same(merged.logits_max.deviation, one[0].logits_max.deviation);
+  same(merged.sum_exp_logits.deviation, one[0].sum_exp_logits.deviation);
+  same(merged.predicted_logits.deviation, one[0].predicted_logits.deviation);
+  same(merged.logsumexp_deviation, one[0].logsumexp_deviation);
+  same(merged.loss_deviation, one[0].loss_deviation);
+}
+
+// The deviations of merged statistics against what errors of logits really do to them: noise of the
+// size that each logit's deviation says, beside which no other rounding counts (logits near 1e4).
+TEST(Tolerance, DeviationsOfMergedStatisticsAreThoseOfTheirLogits) {
+  const Shape shape{.BT = 24, .V = 300, .H = 64};
+  const ForwardCase c =
+      make_forward_case(shape, all_arithmetics()[2], {.kind = InputKind::offset, .outside = 0});
+  const reference::Logits exact =
+      reference::logits(c.operands().input, c.operands().weight, {}, reference::all_rows(shape.BT));
+  for (const std::vector<int64_t>& cut :
+       {std::vector<int64_t>{0, 300}, {0, 130, 300}, {0, 7, 90, 200, 300}}) {
+    const reference::Statistics expected = reference::merge(shards_of(c, cut));
+    const reference::Loss expected_loss = reference::loss(expected);
+    // The logits that statistics hang on, every shard's largest and the target's, have closer
+    // estimates than the others: those of a shard of that row alone.
+    reference::Matrix deviation = exact.deviation;
+    const auto closer = [&](int64_t b, int64_t v) {
+      const reference::Statistics alone = reference::forward(
+          c.operands().input, rows_of(c.operands().weight, v, v + 1), c.operands().target,
+          {.vocab_start_index = v}, std::vector<int64_t>{b});
+      deviation(b, v) = alone.logits_max.deviation[0];
+    };
+    std::mt19937_64 random(7);
+    std::normal_distribution<double> normal;
+    constexpr int kDraws = 300;
+    // Of max, sum, predicted, loss, logsumexp.
+    std::array<std::vector<double>, 5> ratios;
+    for (int64_t b = 0; b < shape.BT; ++b) {
+      const auto at = static_cast<size_t>(b);
+      const double* logits = exact.value.row(b);
+      const int64_t at_max = std::max_element(logits, logits + shape.V) - logits;
+      const int64_t target = c.target.get_index(b);
+      closer(b, target);
+      for (size_t s = 0; s + 1 < cut.size(); ++s) {
+        closer(b, std::max_element(logits + cut[s], logits + cut[s + 1]) - logits);
+      }
+      std::array<double, 5> squares{};
+      std::vector<double> noisy(static_cast<size_t>(shape.V));
+      for (int draw = 0; draw < kDraws; ++draw) {
+        for (int64_t v = 0; v < shape.V; ++v) {
+          noisy[static_cast<size_t>(v)] = logits[v] + deviation(b, v) * normal(random);
+        }
+        const double max = noisy[static_cast<size_t>(at_max)];
+        const double of_target = noisy[static_cast<size_t>(target)];
+        double sum = 0;
+        for (const double logit : noisy) sum += std::exp(logit - max);
+        const std::array<double, 5> errors = {
+            max - expected.logits_max.value[at], sum / expected.sum_exp_logits.value[at] - 1,
+            of_target - max - expected.predicted_logits.value[at],
+            std::log(sum) + max - of_target - expected_loss.loss.value[at],
+            std::log(sum) + max - expected_loss.logsumexp.value[at]};
+        for (size_t i = 0; i < 5; ++i) squares[i] += errors[i] * errors[i] / kDraws;
+      }
+      const std::array<double, 5> deviations = {
+          expected.logits_max.deviation[at], expected.sum_exp_logits.deviation[at],
+          expected.predicted_logits.deviation[at], expected_loss.loss.deviation[at],
+          expected_loss.logsumexp.deviation[at]};
+      for (size_t i = 0; i < 5; ++i) {
+        if (deviations[i] > 0) ratios[i].push_back(std::sqrt(squares[i]) / deviations[i]);
+      }
+    }
+    for (size_t i = 0; i < 5; ++i) {
+      std::ranges::sort(ratios[i]);
+      // 300 draws know a deviation to 4 %.
+      EXPECT_LT(ratios[i].back(), 1.2) << "output " << i << ", " << cut.size() - 1 << " shards";
+      EXPECT_GT(ratios[i][ratios[i].size() / 2], 0.4)
+          << "output " << i << ", " << cut.size() - 1 << " shards";
+    }
+  }
 }
 
 class ToleranceTest : public testing::TestWithParam<Arithmetic> {};

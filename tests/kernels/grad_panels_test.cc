@@ -132,7 +132,7 @@ TEST_P(GradPanels, EverySourceFollowsItsFormulaInBothForms) {
             if (with_lse && source.source == GradSource::held) continue;  // not offered there
             make(*g, source, count, columns, random);
             const GradTileOptions options{
-                .has_grad_lse = with_lse, .round_logits_to = DType::bf16, .round_to_f16 = false};
+                .has_grad_lse = with_lse, .round_logits_to = DType::bf16, .round_to = DType::f32};
             alignas(64) float a[kMost * kMost];
             alignas(64) float b[kMost * kMost];
             std::fill(std::begin(a), std::end(a), kNan);
@@ -169,7 +169,7 @@ TEST_P(GradPanels, EitherFormMayBeLeftOut) {
   for (const GemmKernels* g : families()) {
     make(*g, kSources[0], g->mr, g->nr, random);
     const GradTileOptions options{
-        .has_grad_lse = false, .round_logits_to = DType::bf16, .round_to_f16 = false};
+        .has_grad_lse = false, .round_logits_to = DType::bf16, .round_to = DType::f32};
     alignas(64) float both[2][kMost * kMost] = {};
     alignas(64) float one[2][kMost * kMost] = {};
     g->grad_panels(tile_, rows_.data(), options, both[0], both[1]);
@@ -188,7 +188,7 @@ TEST_P(GradPanels, HeldRowsWithoutGradientAreZeroWhateverTheyHold) {
     rows_[0].grad = rows_[1].grad = 0.0f;
     rows_[0].target = kV0;
     const GradTileOptions options{
-        .has_grad_lse = false, .round_logits_to = DType::f32, .round_to_f16 = false};
+        .has_grad_lse = false, .round_logits_to = DType::f32, .round_to = DType::f32};
     alignas(64) float a[kMost * kMost];
     alignas(64) float b[kMost * kMost];
     g->grad_panels(tile_, rows_.data(), options, a, b);
@@ -219,9 +219,40 @@ TEST_P(GradPanels, Fp16RowsAreRoundedInTheirOwnScale) {
                   .count = 1,
                   .columns = g->nr,
                   .v0 = 0},
-                 &row, {.has_grad_lse = false, .round_logits_to = DType::f16, .round_to_f16 = true},
-                 a, nullptr);
+                 &row,
+                 {.has_grad_lse = false, .round_logits_to = DType::f16, .round_to = DType::f16}, a,
+                 nullptr);
   EXPECT_EQ(a[0], static_cast<float>(float16(0.3f)) * 0x1p-40f);
+}
+
+// Products without an instruction for bf16 take the same grad_logits as those with one.
+TEST_P(GradPanels, Bf16IsRoundedOnceWhateverTheUnitsHold) {
+  Random random(13);
+  const GemmKernels* g = kernels().f32;
+  for (const Source& source : kSources) {
+    for (const int columns : {g->nr, g->nr - 1}) {
+      make(*g, source, g->mr, columns, random);
+      GradTileOptions options{
+          .has_grad_lse = false, .round_logits_to = DType::bf16, .round_to = DType::f32};
+      alignas(64) float unrounded[kMost * kMost];
+      alignas(64) float a[kMost * kMost];
+      alignas(64) float b[kMost * kMost];
+      g->grad_panels(tile_, rows_.data(), options, unrounded, nullptr);
+      options.round_to = DType::bf16;
+      g->grad_panels(tile_, rows_.data(), options, a, b);
+      int changed = 0;
+      for (int r = 0; r < g->mr; ++r) {
+        for (int c = 0; c < columns; ++c) {
+          const float before = in_a(*g, unrounded, r, c);
+          const auto want = static_cast<float>(bfloat16(before));
+          changed += want != before;
+          ASSERT_EQ(in_a(*g, a, r, c), want) << "source " << static_cast<int>(source.source);
+          ASSERT_EQ(in_b(*g, b, r, c), want) << "source " << static_cast<int>(source.source);
+        }
+      }
+      EXPECT_GT(changed, 0);
+    }
+  }
 }
 
 LOGITLESS_PER_ISA(GradPanels);

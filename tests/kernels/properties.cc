@@ -2,6 +2,7 @@
 #include "tests/kernels/properties.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -593,13 +594,15 @@ std::string grad_logits_belong_to_their_row(const cpu::Kernels& kernels, const D
   DType type = DType::f32;
   if (source == GradSource::softmax) type = static_cast<DType>(draw(0, 2));
   if (source == GradSource::held) type = coin(draw) ? DType::f32 : DType::bf16;
-  // fp16 operands are multiplied as fp32, rounded here; bf16 ones are rounded by the units.
-  const bool f16 = g.k_unit == 1 && coin(draw);
+  // 16-bit operands without an instruction of their own are multiplied as fp32, and rounded here.
+  const DType round_to =
+      g.k_unit == 2 ? DType::bf16 : std::array{DType::f32, DType::f16, DType::bf16}[draw(0, 2)];
+  const bool f16 = round_to == DType::f16;
   const bool lse = source != GradSource::held && coin(draw);
   const int64_t v0 = draw(0, 4) * g.nr;
   Random random = random_of(draw);
   const cpu::GradTileOptions options{
-      .has_grad_lse = lse, .round_logits_to = f16 ? DType::f16 : DType::bf16, .round_to_f16 = f16};
+      .has_grad_lse = lse, .round_logits_to = f16 ? DType::f16 : DType::bf16, .round_to = round_to};
   std::vector<GradRow> params(static_cast<size_t>(count));
   std::vector<float> factors(static_cast<size_t>(count));
   for (int r = 0; r < count; ++r) {
@@ -717,7 +720,7 @@ std::string grad_logits_belong_to_their_row(const cpu::Kernels& kernels, const D
       double allowed = 16 * 0x1p-24 * ((p + one) * std::fabs(grad) + p * std::fabs(grad_lse));
       const auto scale = static_cast<double>(row.f16_unscale);
       if (f16) allowed += std::max(0x1p-11 * std::fabs(want), 0x1p-25 * scale);
-      if (g.k_unit == 2) allowed += 0x1p-8 * std::fabs(want);
+      if (round_to == DType::bf16) allowed += 0x1p-8 * std::fabs(want);
       const auto got = static_cast<double>(in_a(alone, 0, c));
       if (!(std::fabs(got - want) <= 1.01 * allowed)) {
         return text("source ", static_cast<int>(source), ": row ", r, ", column ", c, " is ", got,
