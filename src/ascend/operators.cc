@@ -126,7 +126,7 @@ class Rules {
           __builtin_add_overflow(extent, reach, &extent) ||
           extent > (int64_t{1} << 62) / static_cast<int64_t>(size_of_data_type(layout.dtype))) {
         return broken(argument, "shape ", shape_text(layout.dims), " with strides ",
-                      shape_text(layout.strides), " reaches over more than 2^62 bytes");
+                      shape_text(layout.strides), " reaches too far, must stay within 2^62 bytes");
       }
     }
   }

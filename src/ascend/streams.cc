@@ -517,16 +517,18 @@ aclError aclrtEventElapsedTime(float* ms, aclrtEvent startEvent, aclrtEvent endE
     for (const auto& event : events) {
       if (event.handle == nullptr) return is_null(event.name);
     }
-    Clock::time_point times[2];
+    std::shared_ptr<Event> found[2];
     for (int i = 0; i < 2; ++i) {
-      std::shared_ptr<Event> event;
-      if (Status status = find_event(events[i].handle, &event); !status.ok()) {
+      if (Status status = find_event(events[i].handle, &found[i]); !status.ok()) {
         return {status.code, text(events[i].name, " as ", status.message)};
       }
-      if (Status status = check_not_ipc(*event, events[i].name); !status.ok()) return status;
-      const std::shared_ptr<Record> newest = newest_of(*event);
+    }
+    Clock::time_point times[2];
+    for (int i = 0; i < 2; ++i) {
+      if (Status status = check_not_ipc(*found[i], events[i].name); !status.ok()) return status;
+      const std::shared_ptr<Record> newest = newest_of(*found[i]);
       const auto time = newest ? newest->time() : std::nullopt;
-      if ((event->flags & ACL_EVENT_TIME_LINE) == 0 || !time) {
+      if ((found[i]->flags & ACL_EVENT_TIME_LINE) == 0 || !time) {
         return failure(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, events[i].name,
                        ": has no time stamp, must be created with ACL_EVENT_TIME_LINE, recorded, "
                        "and reached");

@@ -9,6 +9,7 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <sstream>
 
 #include "support.h"
 
@@ -23,6 +24,7 @@ struct TensorArgument {
   std::vector<std::int64_t> shape;
   bool null = false;
   aclFormat format = ACL_FORMAT_ND;
+  std::vector<std::int64_t> strides = {};  // none: contiguous
 };
 
 // The arguments of one phase-1 call, tensors by the names of the C parameters.
@@ -52,7 +54,8 @@ Answer ask(Phase1 phase1, const Arguments& arguments) {
   Handles handles;
   for (const auto& [name, t] : arguments.tensors) {
     handles[name] = t.null ? nullptr
-                           : aclCreateTensor(t.shape.data(), t.shape.size(), t.dtype, nullptr, 0,
+                           : aclCreateTensor(t.shape.data(), t.shape.size(), t.dtype,
+                                             t.strides.empty() ? nullptr : t.strides.data(), 0,
                                              t.format, t.shape.data(), t.shape.size(), nullptr);
   }
   static aclOpExecutor* const kUnset = reinterpret_cast<aclOpExecutor*>(0x5A5A);
@@ -78,6 +81,7 @@ void expect_refused(const Answer& answer, aclnnStatus code, const std::string& n
   EXPECT_TRUE(names(answer.message, named))
       << "should name " << named << ": \"" << answer.message << '"';
   EXPECT_TRUE(answer.message.find("EZ1001") != std::string::npos) << answer.message;
+  EXPECT_TRUE(names(answer.message, "must")) << "should tell what is allowed: " << answer.message;
   EXPECT_FALSE(answer.workspace_size_touched);
   EXPECT_FALSE(answer.executor_touched);
 }
@@ -94,6 +98,7 @@ struct Fault {
   std::string named;  // the parameter the message must name; alternatives as "a|b"
   std::vector<std::string> touches;
   std::function<void(Arguments&)> apply;
+  std::string came = {};  // what the message must tell when this fault is the only one
 };
 
 struct Accepted {
@@ -109,21 +114,36 @@ Fault dtype(const std::string& name, aclDataType type, const std::string& what,
             const std::string& named = "", const std::vector<std::string>& also_touches = {}) {
   std::vector<std::string> touches = also_touches;
   touches.push_back(name);
-  return {name + "Is" + what, kInvalid, named.empty() ? name : named, touches,
-          [name, type](Arguments& a) { a[name].dtype = type; }};
+  return {name + "Is" + what,
+          kInvalid,
+          named.empty() ? name : named,
+          touches,
+          [name, type](Arguments& a) { a[name].dtype = type; },
+          std::to_string(type)};
 }
 
 Fault format(const std::string& name) {
-  return {name + "IsNchw", kInvalid, name, {name}, [name](Arguments& a) {
-            a[name].format = ACL_FORMAT_NCHW;
-          }};
+  return {name + "IsNchw",
+          kInvalid,
+          name,
+          {name},
+          [name](Arguments& a) { a[name].format = ACL_FORMAT_NCHW; },
+          std::to_string(ACL_FORMAT_NCHW)};
 }
 
 Fault shape(const std::string& name, const std::vector<std::int64_t>& dims, const std::string& what,
             const std::string& named = "") {
-  return {name + what, kInvalid, named.empty() ? name : named, {name}, [name, dims](Arguments& a) {
-            a[name].shape = dims;
-          }};
+  std::string came = "[";
+  for (std::size_t i = 0; i < dims.size(); ++i) {
+    came += (i > 0 ? ", " : "") + std::to_string(dims[i]);
+  }
+  came += "]";
+  return {name + what,
+          kInvalid,
+          named.empty() ? name : named,
+          {name},
+          [name, dims](Arguments& a) { a[name].shape = dims; },
+          came};
 }
 
 // The rank rule: one dimension of 1 too many.
@@ -147,11 +167,14 @@ Fault no_executor() {
 }
 
 Fault smoothing(const std::string& what, float value) {
+  std::ostringstream came;
+  came << "is " << value;
   return {"LabelSmoothingIs" + what,
           kInvalid,
           "labelSmoothing",
           {"labelSmoothing"},
-          [value](Arguments& a) { a.label_smoothing = value; }};
+          [value](Arguments& a) { a.label_smoothing = value; },
+          came.str()};
 }
 
 void expect_each_fault_alone(Phase1 phase1, const Arguments& good,
@@ -161,7 +184,10 @@ void expect_each_fault_alone(Phase1 phase1, const Arguments& good,
     SCOPED_TRACE(fault.title);
     Arguments bad = good;
     fault.apply(bad);
-    expect_refused(ask(phase1, bad), fault.code, fault.named);
+    const Answer answer = ask(phase1, bad);
+    expect_refused(answer, fault.code, fault.named);
+    EXPECT_NE(answer.message.find(fault.came), std::string::npos)
+        << "should tell what came, " << fault.came << ": " << answer.message;
   }
 }
 
@@ -268,7 +294,8 @@ std::vector<Fault> forward_faults() {
        kInvalid,
        "input|weight",
        {"input", "weight"},
-       [](Arguments& a) { a["input"].shape[1] = a["weight"].shape[1] = 65535; }},
+       [](Arguments& a) { a["input"].shape[1] = a["weight"].shape[1] = 65535; },
+       "65535"},
       shape("weight", {kV, kH - 1}, "HasOneColumnTooFew", "input|weight"),
       shape("weight", {kV, kH + 1}, "HasOneColumnTooMany", "input|weight"),
       shape("target", {1}, "HasOneElement"),
@@ -289,12 +316,14 @@ std::vector<Fault> forward_faults() {
        kInvalid,
        "vocabStartIndex",
        {"vocabStartIndex"},
-       [](Arguments& a) { a.start = -1; }},
+       [](Arguments& a) { a.start = -1; },
+       "-1"},
       {"VocabEndIndexIsBelowStart",
        kInvalid,
        "vocabEndIndex",
        {"vocabEndIndex", "vocabStartIndex"},
-       [](Arguments& a) { a.end = a.start - 1; }},
+       [](Arguments& a) { a.end = a.start - 1; },
+       "9"},
   };
 }
 
@@ -342,6 +371,29 @@ TEST(ForwardArguments, EmptyVocabularyIsRefusedEvenWithoutTokens) {
   for (auto& t : a.tensors) t.second.shape[0] = 0;
   a["vocabParallelLogitsOutOptional"].null = true;
   expect_refused(ask(forward_phase1, a), kInvalid, "weight");
+}
+
+// The rule about tokens comes last: without any, everything else is still looked at.
+TEST(ForwardArguments, NoTokensExcuseNoOtherFault) {
+  Arguments none = good_forward();
+  for (auto& t : none.tensors) {
+    if (t.first != "weight") t.second.shape[0] = 0;
+  }
+  expect_accepted(ask(forward_phase1, none));
+  Arguments a = none;
+  a.start = -1;
+  expect_refused(ask(forward_phase1, a), kInvalid, "vocabStartIndex");
+  a.end = -5;
+  expect_refused(ask(forward_phase1, a), kInvalid, "vocabStartIndex");
+  a = none;
+  a.end = a.start - 1;
+  expect_refused(ask(forward_phase1, a), kInvalid, "vocabEndIndex");
+  a = none;
+  a["vocabParallelLogitsOutOptional"].shape = {0, kV + 1};
+  expect_refused(ask(forward_phase1, a), kInvalid, "vocabParallelLogitsOutOptional");
+  a = none;
+  a["targetMaskOut"].shape = {1};
+  expect_refused(ask(forward_phase1, a), kInvalid, "targetMaskOut");
 }
 
 TEST(ForwardArguments, NegativeDimensionsAreRefused) {
@@ -716,6 +768,110 @@ TEST(ForwardArguments, StridesThatAreNegativeOrOverflowAreRefused) {
     EXPECT_EQ(f.prepare(&size, &executor), kInvalid);
     EXPECT_TRUE(names(take_message(), "input"));
   }
+}
+
+// Every tensor of a call in turn with a stride that no view has; outputs also with elements that
+// share memory, which is fine for inputs.
+void expect_strides_checked(Phase1 phase1, const Arguments& good,
+                            const std::set<std::string>& outputs) {
+  for (const auto& argument : good.tensors) {
+    const std::string& name = argument.first;
+    const TensorArgument& tensor = argument.second;
+    if (tensor.null) continue;
+    SCOPED_TRACE(name);
+    std::vector<std::int64_t> strides(tensor.shape.size(), 1);
+    if (strides.size() == 2) strides[0] = tensor.shape[1];
+    const auto with_first_stride = [&](std::int64_t stride) {
+      Arguments a = good;
+      a[name].strides = strides;
+      a[name].strides[0] = stride;
+      return ask(phase1, a);
+    };
+    expect_accepted(with_first_stride(strides[0]));
+    expect_accepted(with_first_stride(strides[0] + 3));
+    expect_refused(with_first_stride(-1), kInvalid, name);
+    expect_refused(with_first_stride(kHuge), kInvalid, name);
+    if (outputs.count(name) != 0) {
+      expect_refused(with_first_stride(0), kInvalid, name);
+      if (strides.size() == 2) expect_refused(with_first_stride(strides[0] - 1), kInvalid, name);
+    } else {
+      expect_accepted(with_first_stride(0));
+    }
+  }
+}
+
+TEST(ForwardArguments, StridesOfEveryTensorAreChecked) {
+  expect_strides_checked(forward_phase1, good_forward(),
+                         {"logitsMaxLocalOut", "sumExpLogitsLocalOut", "predictedLogitsLocalOut",
+                          "targetMaskOut", "maskedTargetOut", "vocabParallelLogitsOutOptional"});
+}
+
+TEST(LossArguments, StridesOfEveryTensorAreChecked) {
+  expect_strides_checked(loss_phase1, good_loss(), {"lossOut", "softMaxOutOptional"});
+}
+
+TEST_P(GradientArguments, StridesOfEveryTensorAreChecked) {
+  expect_strides_checked(gradient_phase1, good_gradient(GetParam()),
+                         {"inputGradOut", "weightGradOut"});
+}
+
+// ---- handles that are none
+
+// Every tensor of a call in turn destroyed; ignored ones may be anything.
+void expect_handles_checked(Phase1 phase1, const Arguments& good,
+                            const std::set<std::string>& ignored) {
+  for (const auto& [name, tensor] : good.tensors) {
+    const bool is_ignored = ignored.count(name) != 0;
+    if (tensor.null && !is_ignored) continue;
+    SCOPED_TRACE(name);
+    Handles handles;
+    for (const auto& [other, t] : good.tensors) {
+      handles[other] = t.null ? nullptr
+                              : aclCreateTensor(t.shape.data(), t.shape.size(), t.dtype, nullptr, 0,
+                                                t.format, t.shape.data(), t.shape.size(), nullptr);
+    }
+    unsigned char foreign[64] = {};
+    std::vector<aclTensor*> bad = {reinterpret_cast<aclTensor*>(foreign),
+                                   reinterpret_cast<aclTensor*>(std::uintptr_t{8})};
+    if (handles[name] != nullptr) {
+      EXPECT_EQ(aclDestroyTensor(handles[name]), 0);
+      bad.push_back(handles[name]);
+    }
+    for (aclTensor* handle : bad) {
+      Handles given = handles;
+      given[name] = handle;
+      std::uint64_t size = 1;
+      aclOpExecutor* executor = nullptr;
+      take_message();
+      if (is_ignored) {
+        EXPECT_EQ(phase1(good, given, &size, &executor), 0) << take_message();
+        EXPECT_EQ(aclDestroyAclOpExecutor(executor), 0);
+        continue;
+      }
+      EXPECT_EQ(phase1(good, given, &size, &executor), kInvalid);
+      EXPECT_TRUE(names(take_message(), name));
+      EXPECT_EQ(executor, nullptr);
+    }
+    handles[name] = nullptr;
+    for (const auto& handle : handles) EXPECT_EQ(aclDestroyTensor(handle.second), 0);
+  }
+}
+
+TEST(ForwardArguments, HandlesThatAreNoneAreRefused) {
+  expect_handles_checked(forward_phase1, good_forward(), {});
+}
+
+TEST(LossArguments, HandlesThatAreNoneAreRefusedUnlessIgnored) {
+  expect_handles_checked(loss_phase1, good_loss(), {"inputOptional", "weightOptional"});
+  Arguments a = good_loss();
+  a["vocabParallelLogitsOptional"].null = true;
+  expect_handles_checked(loss_phase1, a, {"inputOptional", "weightOptional", "softMaxOutOptional"});
+}
+
+TEST_P(GradientArguments, HandlesThatAreNoneAreRefusedUnlessIgnored) {
+  const std::set<std::string> statistics = {"logitsMaxOptional", "sumExpLogitsOptional"};
+  expect_handles_checked(gradient_phase1, good_gradient(GetParam()),
+                         GetParam() ? std::set<std::string>{} : statistics);
 }
 
 // ---- messages

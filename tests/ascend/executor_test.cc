@@ -2,9 +2,12 @@
 // The two phases: what an executor keeps, when it dies, where its addresses come from, what a
 // workspace must be.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <regex>
 #include <thread>
 
 #include "support.h"
@@ -14,6 +17,7 @@ namespace {
 
 constexpr aclnnStatus kNull = 161001;
 constexpr aclnnStatus kInvalid = 161002;
+constexpr aclnnStatus kRuntime = 361001;
 constexpr aclnnStatus kInner = 561000;
 constexpr aclnnStatus kInnerNull = 561103;
 
@@ -64,7 +68,7 @@ TEST(Executor, SingleShotIsConsumedByItsSecondPhase) {
   EXPECT_EQ(launch(p), kInner);
   EXPECT_FALSE(take_message().empty());
   EXPECT_EQ(launch(p), kInner) << "and stays consumed";
-  EXPECT_NE(aclDestroyAclOpExecutor(p.executor), 0) << "there is nothing left to destroy";
+  EXPECT_EQ(aclDestroyAclOpExecutor(p.executor), kInner) << "there is nothing left to destroy";
 }
 
 TEST(Executor, NullExecutorIsRefused) {
@@ -78,21 +82,60 @@ TEST(Executor, ForeignPointerIsRefused) {
   int not_an_executor[64] = {};
   auto* foreign = reinterpret_cast<aclOpExecutor*>(not_an_executor);
   EXPECT_EQ(aclnnFusedLinearOnlineMaxSum(nullptr, 0, foreign, nullptr), kInner);
-  EXPECT_NE(aclDestroyAclOpExecutor(foreign), 0);
-  EXPECT_NE(aclSetAclOpExecutorRepeatable(foreign), 0);
-  EXPECT_NE(aclnnFusedLinearOnlineMaxSum(nullptr, 0, reinterpret_cast<aclOpExecutor*>(8), nullptr),
-            0);
+  EXPECT_EQ(aclDestroyAclOpExecutor(foreign), kInner);
+  EXPECT_EQ(aclSetAclOpExecutorRepeatable(foreign), kInner);
+  EXPECT_EQ(aclnnFusedLinearOnlineMaxSum(nullptr, 0, reinterpret_cast<aclOpExecutor*>(8), nullptr),
+            kInner);
 }
 
 TEST(Executor, OfAnotherOperatorIsRefused) {
   const Forward f = make_forward();
   const Prepared p = prepare(f);
-  EXPECT_NE(aclnnFusedCrossEntropyLossWithMaxSum(p.workspace.data(), p.size, p.executor, nullptr),
-            0);
-  EXPECT_FALSE(take_message().empty());
+  EXPECT_EQ(aclnnFusedCrossEntropyLossWithMaxSum(p.workspace.data(), p.size, p.executor, nullptr),
+            kInvalid);
+  EXPECT_TRUE(names(take_message(), "executor"));
+  EXPECT_EQ(launch(p), kInner) << "used up whatever came of it";
   EXPECT_EQ(aclrtSynchronizeStream(nullptr), 0);
   EXPECT_TRUE(f.logits_max.untouched());
-  aclDestroyAclOpExecutor(p.executor);
+}
+
+TEST(Executor, SingleShotIsConsumedWhateverPhaseTwoReturns) {
+  {
+    const Forward f = make_forward();
+    const Prepared p = prepare(f);
+    int no_stream = 0;
+    EXPECT_EQ(launch(p, &no_stream), kRuntime);
+    EXPECT_TRUE(names(take_message(), "stream"));
+    EXPECT_EQ(launch(p), kInner);
+    EXPECT_TRUE(f.logits_max.untouched());
+  }
+  {
+    Forward f = make_forward();
+    ASSERT_EQ(aclSetRawTensorAddr(f.sum_exp.tensor(), nullptr), 0);
+    const Prepared p = prepare(f);
+    EXPECT_EQ(launch(p), kNull);
+    EXPECT_TRUE(names(take_message(), "sumExpLogitsLocalOut"));
+    EXPECT_EQ(aclSetRawTensorAddr(f.sum_exp.tensor(), f.sum_exp.storage()), 0);
+    EXPECT_EQ(launch(p), kInner);
+    EXPECT_TRUE(f.logits_max.untouched());
+  }
+}
+
+// Which of two wrong things about phase 2 is told.
+TEST(Executor, SecondPhaseChecksInOrder) {
+  const Forward f = make_forward();
+  int no_stream = 0;
+  EXPECT_EQ(aclnnFusedLinearOnlineMaxSum(nullptr, 64, nullptr, &no_stream), kNull);
+  EXPECT_TRUE(names(take_message(), "executor"));
+  const Prepared p = prepare(f);
+  EXPECT_EQ(aclnnFusedLinearOnlineMaxSum(nullptr, p.size - 1, p.executor, &no_stream), kNull)
+      << "a null workspace before its size";
+  EXPECT_FALSE(names(take_message(), "stream"));
+  const Prepared q = prepare(f);
+  EXPECT_EQ(aclnnFusedLinearOnlineMaxSum(q.workspace.data(), q.size - 1, q.executor, &no_stream),
+            kInvalid)
+      << "and both before the stream";
+  EXPECT_EQ(aclrtSynchronizeStream(nullptr), 0);
 }
 
 TEST(Executor, NullWorkspaceIsRefusedAndConsumesASingleShotExecutor) {
@@ -200,7 +243,7 @@ TEST(Executor, NeverRunMayBeDestroyed) {
   const Forward f = make_forward();
   const Prepared p = prepare(f);
   EXPECT_EQ(aclDestroyAclOpExecutor(p.executor), 0);
-  EXPECT_NE(aclDestroyAclOpExecutor(p.executor), 0) << "twice";
+  EXPECT_EQ(aclDestroyAclOpExecutor(p.executor), kInner) << "twice";
   EXPECT_EQ(launch(p), kInner);
   EXPECT_EQ(aclDestroyAclOpExecutor(nullptr), kInnerNull);
 }
@@ -281,20 +324,38 @@ TEST(Executor, TensorsMayBeDestroyedAsSoonAsPhaseTwoReturned) {
   expect_forward(f);
 }
 
-TEST(Executor, TensorsDestroyedBeforePhaseTwoDoNoHarm) {
-  // A client's mistake. Either answer is allowed; reading freed memory is not (the sanitizer builds
-  // would see it).
+TEST(Executor, TensorsDestroyedBeforePhaseTwoAreRefused) {
   Forward f = make_forward();
   const Prepared p = prepare(f);
   EXPECT_EQ(f.input.destroy_tensor(), 0);
-  const aclnnStatus status = launch(p);
+  EXPECT_EQ(launch(p), kInvalid);
+  EXPECT_TRUE(names(take_message(), "input"));
   EXPECT_EQ(aclrtSynchronizeStream(nullptr), 0);
-  if (status == 0) {
-    expect_forward(f);
-  } else {
-    EXPECT_FALSE(take_message().empty());
-    EXPECT_TRUE(f.logits_max.untouched());
-  }
+  EXPECT_TRUE(f.logits_max.untouched());
+}
+
+TEST(Executor, RepeatableNeedsItsTensorsAtEachLaunch) {
+  Forward f = make_forward();
+  const Prepared p = prepare(f);
+  ASSERT_EQ(aclSetAclOpExecutorRepeatable(p.executor), 0);
+  ASSERT_EQ(launch(p), 0);
+  expect_statistics(f);
+  EXPECT_EQ(f.masked_target.destroy_tensor(), 0);
+  EXPECT_EQ(launch(p), kInvalid);
+  EXPECT_TRUE(names(take_message(), "maskedTargetOut"));
+  EXPECT_EQ(aclDestroyAclOpExecutor(p.executor), 0);
+}
+
+TEST(Executor, TensorsMadeAnewBetweenThePhasesAreRefused) {
+  const Forward f = make_forward();
+  const Prepared p = prepare(f);
+  const std::int64_t shape[] = {37, 95};
+  EXPECT_EQ(aclInitTensor(f.input.tensor(), shape, 2, ACL_BF16, nullptr, 0, ACL_FORMAT_ND, shape, 2,
+                          nullptr),
+            0);
+  EXPECT_EQ(launch(p), kInvalid);
+  EXPECT_TRUE(names(take_message(), "input"));
+  EXPECT_TRUE(f.logits_max.untouched());
 }
 
 TEST(Executor, PhaseTwoMayRunOnAnotherThread) {
@@ -322,7 +383,7 @@ TEST(Executor, PhaseTwoOnAThreadWithoutADeviceWorksWithAStreamAndNotWithout) {
   const Prepared p = prepare(f), q = prepare(g);
   std::thread([&] {
     EXPECT_EQ(launch(p, stream), 0) << take_message();
-    EXPECT_NE(launch(q, nullptr), 0) << "no device, so no default stream";
+    EXPECT_EQ(launch(q, nullptr), kRuntime) << "no device, so no default stream";
   }).join();
   EXPECT_EQ(aclrtSynchronizeStream(stream), 0);
   expect_forward(f);
@@ -443,8 +504,14 @@ TEST_P(Addresses, NullAndStaleHandlesAreRefused) {
   ASSERT_EQ(launch(p), 0);
   expect_statistics(f);
   for (SetAddress set : {GetParam().input, GetParam().output, GetParam().any}) {
-    EXPECT_NE(set(p.executor, 0, f.input.tensor(), address), 0) << "the executor is gone";
+    EXPECT_EQ(set(p.executor, 0, f.input.tensor(), address), kInner) << "the executor is gone";
   }
+  const Prepared q = prepare(f);
+  int no_tensor = 0;
+  for (SetAddress set : {GetParam().input, GetParam().output, GetParam().any}) {
+    EXPECT_EQ(set(q.executor, 0, reinterpret_cast<aclTensor*>(&no_tensor), address), kInvalid);
+  }
+  EXPECT_EQ(aclDestroyAclOpExecutor(q.executor), 0);
 }
 
 TEST(Addresses, RawAddressOfATensorIsReadByTheNextPhaseTwo) {
@@ -468,11 +535,10 @@ TEST(Addresses, MissingDataAtPhaseTwoIsAnErrorAndNoCrash) {
   ASSERT_EQ(aclSetRawTensorAddr(f.weight.tensor(), nullptr), 0);
   const Prepared p = prepare(f);
   take_message();
-  const aclnnStatus status = launch(p);
-  const aclError finished = aclrtSynchronizeStream(nullptr);
-  EXPECT_TRUE(status != 0 || finished != 0);
+  EXPECT_EQ(launch(p), kNull);
   const std::string message = take_message();
   EXPECT_TRUE(names(message, "weight")) << message;
+  EXPECT_EQ(aclrtSynchronizeStream(nullptr), 0);
   EXPECT_TRUE(f.logits_max.untouched());
 }
 
@@ -595,9 +661,41 @@ TEST(Messages, StayValidUntilTheNextCall) {
   EXPECT_EQ(copy, text) << "a new error must not overwrite a text that was handed out";
 }
 
-TEST(Messages, CarryTheProcessId) {
-  EXPECT_NE(aclnnFusedLinearOnlineMaxSum(nullptr, 0, nullptr, nullptr), 0);
-  EXPECT_NE(take_message().find("[PID: "), std::string::npos);
+TEST(Messages, AreOneLineWithProcessTimeKindAndFunction) {
+  const auto expect_line = [](const std::string& kind, const std::string& function) {
+    const std::string message = take_message();
+    const std::regex line("\\[PID: " + std::to_string(getpid()) +
+                          "\\] \\d{4}-\\d\\d-\\d\\d-\\d\\d:\\d\\d:\\d\\d\\.\\d{3}\\.\\d{3} AclNN_" +
+                          kind + ": " + function + ": [^\n]+");
+    EXPECT_TRUE(std::regex_match(message, line)) << message;
+  };
+  EXPECT_EQ(aclnnFusedLinearOnlineMaxSum(nullptr, 0, nullptr, nullptr), kNull);
+  expect_line("Parameter_Error\\(EZ1001\\)", "aclnnFusedLinearOnlineMaxSum");
+  EXPECT_EQ(aclrtFree(nullptr), 100000);
+  expect_line("Parameter_Error\\(EZ1001\\)", "aclrtFree");
+  EXPECT_EQ(aclDestroyAclOpExecutor(nullptr), kInnerNull);
+  expect_line("Inner_Error\\(EZ9999\\)", "aclDestroyAclOpExecutor");
+  void* memory = nullptr;
+  EXPECT_EQ(aclrtMalloc(&memory, SIZE_MAX, ACL_MEM_MALLOC_HUGE_FIRST), 207001);
+  expect_line("Runtime_Error\\(EZ9903\\)", "aclrtMalloc");
+}
+
+TEST(Messages, OfSuccessDoNotReplaceOneThatWaits) {
+  EXPECT_EQ(aclrtFree(nullptr), 100000);
+  const Forward f = make_forward();
+  EXPECT_EQ(f.run(), 0);
+  EXPECT_TRUE(names(take_message(), "aclrtFree"));
+}
+
+TEST(Messages, NewestIsTheOneToldAndLongOnesAreCut) {
+  EXPECT_EQ(aclrtFree(nullptr), 100000);
+  EXPECT_EQ(aclrtFreeHost(nullptr), 100000);
+  const std::string message = take_message();
+  EXPECT_TRUE(names(message, "aclrtFreeHost")) << message;
+  EXPECT_FALSE(names(message, "aclrtFree")) << message;
+  const std::string path(100000, 'x');
+  EXPECT_EQ(aclInit(path.c_str()), 100003);
+  EXPECT_GT(take_message().size(), 1000u);
 }
 
 }  // namespace

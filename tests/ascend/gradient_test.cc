@@ -296,6 +296,20 @@ TEST_P(GradientModes, APackedMaskMayBeLongerThanNeeded) {
   EXPECT_EQ(plain.grad_input.values(), longer.grad_input.values());
 }
 
+TEST_P(GradientModes, AnyByteOfABoolMaskButZeroIsTrue) {
+  Gradient plain = make_gradient({11, 130, 16}, GetParam(), ACL_BF16, ACL_INT32, Mask::kBool);
+  ASSERT_EQ(plain.run(), 0);
+  for (int truth : {2, 0x80, 0xFF}) {
+    Gradient g = make_gradient({11, 130, 16}, GetParam(), ACL_BF16, ACL_INT32, Mask::kBool);
+    for (std::int64_t b = 0; b < 11; ++b) {
+      if (g.is_masked(b)) g.mask.set_int(b, truth);
+    }
+    ASSERT_EQ(g.run(), 0);
+    EXPECT_EQ(plain.grad_input.values(), g.grad_input.values()) << truth;
+    EXPECT_EQ(plain.grad_weight.values(), g.grad_weight.values()) << truth;
+  }
+}
+
 TEST(GradientHighPerformance, StatisticsBesideSoftmaxAreNotRead) {
   Gradient g = make_gradient({6, 128, 16}, Mode::kHighPerformance);
   ASSERT_EQ(g.run(), 0);
@@ -340,13 +354,14 @@ TEST(GradientMemorySaving, StatisticsOfAWholeVocabularyServeOneShard) {
   expect_gradients(g, reference_grad_logits(g, true));
 }
 
-// One confident token: its logit is 30 + 1/16, which bf16 rounds to 30; a second logit of 0 has
-// probability e^-30.
-Gradient confident(const std::vector<double>& maxima) {
+// Confident tokens: their logit is 30 + step, which the operand type rounds to 30; all others are 0
+// and have probability e^-30.
+Gradient confident(const std::vector<double>& maxima, aclDataType dtype = ACL_BF16,
+                   double step = 0.0625) {
   const auto tokens = static_cast<std::int64_t>(maxima.size());
   Gradient g;
-  g.input = Array(ACL_BF16, {tokens, 2});
-  g.weight = Array(ACL_BF16, {128, 2});
+  g.input = Array(dtype, {tokens, 2});
+  g.weight = Array(dtype, {128, 2});
   g.weight.fill(0);
   g.weight.set(2 * 3, 30);
   g.weight.set(2 * 3 + 1, 1);
@@ -360,7 +375,7 @@ Gradient confident(const std::vector<double>& maxima) {
   g.sum_exp = Array(ACL_FLOAT, {tokens});
   for (std::int64_t b = 0; b < tokens; ++b) {
     g.input.set(2 * b, 1);
-    g.input.set(2 * b + 1, 0.0625);
+    g.input.set(2 * b + 1, step);
     g.logits_max.set(b, maxima[static_cast<std::size_t>(b)]);
     g.sum_exp.set(b, 1);
   }
@@ -375,6 +390,14 @@ TEST(GradientMemorySaving, RecomputedLogitsAreRoundedRowByRowAsTheirStatisticsWe
   ASSERT_EQ(g.run(), 0) << take_message();
   for (std::int64_t i = 0; i < g.grad_input.count(); ++i) {
     EXPECT_NEAR(g.grad_input.get(i), 0, 30 * 1e-6) << "element " << i;
+  }
+  // In fp16 the step is 1/128: wrong would be 30 * 0.008.
+  const double above = 30 + 1.0 / 128;
+  ASSERT_EQ(rounded(ACL_FLOAT16, above), 30);
+  const Gradient h = confident({30, above, 30, above}, ACL_FLOAT16, 1.0 / 128);
+  ASSERT_EQ(h.run(), 0) << take_message();
+  for (std::int64_t i = 0; i < h.grad_input.count(); ++i) {
+    EXPECT_NEAR(h.grad_input.get(i), 0, 30 * 1e-5) << "element " << i;
   }
 }
 
@@ -490,6 +513,22 @@ TEST_P(GradientModes, EmptyOperandsNeedNoWorkspace) {
     EXPECT_EQ(size, 0u);
     EXPECT_EQ(aclnnFusedLinearCrossEntropyLossGrad(nullptr, 0, executor, nullptr), 0);
     EXPECT_EQ(aclrtSynchronizeStream(nullptr), 0) << take_message();
+  }
+}
+
+TEST_P(GradientModes, AddressesOfEmptyOperandsAreNotUsed) {
+  for (const Shape& shape : {Shape{0, 128, 16}, Shape{9, 0, 16}, Shape{9, 130, 0}}) {
+    Gradient g = make_gradient(shape, GetParam());
+    std::vector<Array*> arrays = inputs_of(g);
+    arrays.push_back(&g.grad_input);
+    arrays.push_back(&g.grad_weight);
+    for (std::uintptr_t address : {std::uintptr_t{0}, std::uintptr_t{17}}) {
+      for (Array* array : arrays) {
+        if (array->count() > 0) continue;
+        ASSERT_EQ(aclSetRawTensorAddr(array->tensor(), reinterpret_cast<void*>(address)), 0);
+      }
+      EXPECT_EQ(g.run(), 0) << take_message();
+    }
   }
 }
 
@@ -674,7 +713,7 @@ TEST(GradientSizes, HiddenSize70000) {
   for (Mode mode : {Mode::kMemorySaving, Mode::kHighPerformance}) {
     Gradient g = make_gradient({2, 128, 70000}, mode);
     for (std::int64_t i = 0; i < g.weight.count(); ++i) {
-      g.weight.set(i, i % 64 == 0 ? g.weight.get(i) : 0);  // keeps logits moderate
+      if (i % 64 != 0) g.weight.set_int(i, 0);  // keeps logits moderate
     }
     fill_statistics(g, mode);
     ASSERT_EQ(g.run(), 0) << take_message();

@@ -181,6 +181,22 @@ TEST(Loss, EmptyVocabularyStillWritesTheLoss) {
   expect_loss(loss);
 }
 
+TEST(Loss, AddressesOfEmptyOperandsAreNotUsed) {
+  for (std::int64_t tokens : {0, 5}) {
+    Loss loss = make_loss(tokens, tokens == 0 ? 12 : 0, ACL_BF16);
+    loss.make_outputs();
+    for (std::uintptr_t address : {std::uintptr_t{0}, std::uintptr_t{17}}) {
+      for (Array* array : {&loss.logits_max, &loss.sum_exp, &loss.predicted, &loss.loss,
+                           &loss.logits, &loss.softmax}) {
+        if (array->count() > 0) continue;
+        ASSERT_EQ(aclSetRawTensorAddr(array->tensor(), reinterpret_cast<void*>(address)), 0);
+      }
+      EXPECT_EQ(loss.run(), 0) << take_message();
+    }
+    expect_loss(loss);
+  }
+}
+
 TEST(Loss, NoTokensSucceedsAndWritesNothing) {
   for (aclDataType type : {ACL_DT_UNDEFINED, ACL_BF16}) {
     Loss loss = make_loss(0, 12, type);

@@ -14,6 +14,7 @@ namespace {
 
 constexpr aclError kInvalidParam = 100000;
 constexpr aclError kRuntimeInvalid = 107000;
+constexpr aclError kInvalidDevice = 107001;
 constexpr aclError kOutOfMemory = 207001;
 
 void* allocate(std::size_t bytes) {
@@ -43,6 +44,7 @@ TEST(DeviceMemory, EveryPolicyAndFormWorks) {
     EXPECT_EQ(aclrtMalloc(&memory, 100, p), ACL_SUCCESS) << policy;
     EXPECT_EQ(aclrtFree(memory), ACL_SUCCESS);
     EXPECT_EQ(aclrtMallocAlign32(&memory, 100, p), ACL_SUCCESS);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(memory) % 64, 0u);
     EXPECT_EQ(aclrtFree(memory), ACL_SUCCESS);
     EXPECT_EQ(aclrtMallocCached(&memory, 100, p), ACL_SUCCESS);
     EXPECT_EQ(aclrtFree(memory), ACL_SUCCESS);
@@ -51,8 +53,40 @@ TEST(DeviceMemory, EveryPolicyAndFormWorks) {
   }
 }
 
+TEST(DeviceMemory, OfAnUnknownPolicyIsRefused) {
+  for (int policy : {8, 0x10, 0x0108, -1}) {
+    void* memory = nullptr;
+    const auto p = static_cast<aclrtMemMallocPolicy>(policy);
+    EXPECT_EQ(aclrtMalloc(&memory, 100, p), kInvalidParam) << policy;
+    EXPECT_TRUE(names(take_message(), "policy"));
+    EXPECT_EQ(aclrtMallocAlign32(&memory, 100, p), kInvalidParam);
+    EXPECT_EQ(aclrtMallocCached(&memory, 100, p), kInvalidParam);
+    EXPECT_EQ(aclrtMallocWithCfg(&memory, 100, p, nullptr), kInvalidParam);
+    EXPECT_EQ(memory, nullptr);
+  }
+}
+
+TEST(DeviceMemory, ConfiguredMustBeOfTheOneDevice) {
+  aclrtMallocAttribute attributes[2] = {};
+  attributes[0].attr = ACL_RT_MEM_ATTR_MODULE_ID;
+  attributes[0].value.moduleId = 33;
+  attributes[1].attr = ACL_RT_MEM_ATTR_DEVICE_ID;
+  aclrtMallocConfig config = {attributes, 2};
+  void* memory = nullptr;
+  EXPECT_EQ(aclrtMallocWithCfg(&memory, 100, ACL_MEM_MALLOC_HUGE_FIRST, &config), ACL_SUCCESS);
+  EXPECT_EQ(aclrtFree(memory), ACL_SUCCESS);
+  memory = nullptr;
+  attributes[1].value.deviceId = 1;
+  EXPECT_EQ(aclrtMallocWithCfg(&memory, 100, ACL_MEM_MALLOC_HUGE_FIRST, &config), kInvalidDevice);
+  config.attrs = nullptr;
+  EXPECT_EQ(aclrtMallocWithCfg(&memory, 100, ACL_MEM_MALLOC_HUGE_FIRST, &config), kInvalidParam);
+  EXPECT_EQ(memory, nullptr);
+}
+
 TEST(DeviceMemory, ChecksItsArguments) {
   void* memory = nullptr;
+  EXPECT_EQ(aclrtMallocCached(nullptr, 64, ACL_MEM_MALLOC_HUGE_FIRST), kInvalidParam);
+  EXPECT_EQ(aclrtMallocWithCfg(nullptr, 64, ACL_MEM_MALLOC_HUGE_FIRST, nullptr), kInvalidParam);
   EXPECT_EQ(aclrtMalloc(nullptr, 64, ACL_MEM_MALLOC_HUGE_FIRST), kInvalidParam);
   EXPECT_EQ(aclrtMalloc(&memory, 0, ACL_MEM_MALLOC_HUGE_FIRST), kInvalidParam);
   EXPECT_EQ(aclrtMallocAlign32(nullptr, 64, ACL_MEM_MALLOC_HUGE_FIRST), kInvalidParam);
@@ -71,7 +105,8 @@ TEST(DeviceMemory, AskingForTooMuchIsAnErrorAndNoCrash) {
   void* memory = nullptr;
   for (std::size_t bytes : {std::size_t{1} << 62, SIZE_MAX, SIZE_MAX - 31, SIZE_MAX - (2 << 20)}) {
     EXPECT_EQ(aclrtMalloc(&memory, bytes, ACL_MEM_MALLOC_HUGE_FIRST), kOutOfMemory) << bytes;
-    EXPECT_NE(aclrtMallocHost(&memory, bytes), ACL_SUCCESS) << bytes;
+    EXPECT_EQ(aclrtMallocHost(&memory, bytes), kOutOfMemory) << bytes;
+    EXPECT_EQ(aclrtMallocAlign32(&memory, bytes, ACL_MEM_MALLOC_NORMAL_ONLY), kOutOfMemory);
   }
   EXPECT_EQ(memory, nullptr);
 }
@@ -79,17 +114,17 @@ TEST(DeviceMemory, AskingForTooMuchIsAnErrorAndNoCrash) {
 TEST(DeviceMemory, FreeingTwiceOrForeignMemoryIsAnErrorAndNoCrash) {
   void* memory = allocate(64);
   EXPECT_EQ(aclrtFree(memory), ACL_SUCCESS);
-  EXPECT_NE(aclrtFree(memory), ACL_SUCCESS);
+  EXPECT_EQ(aclrtFree(memory), kRuntimeInvalid);
   std::vector<char> vector(64);
-  EXPECT_NE(aclrtFree(vector.data()), ACL_SUCCESS);
+  EXPECT_EQ(aclrtFree(vector.data()), kRuntimeInvalid);
   void* other = allocate(4096);
-  EXPECT_NE(aclrtFree(static_cast<char*>(other) + 64), ACL_SUCCESS) << "not its beginning";
-  EXPECT_NE(aclrtFreeHost(other), ACL_SUCCESS);
+  EXPECT_EQ(aclrtFree(static_cast<char*>(other) + 64), kRuntimeInvalid) << "not its beginning";
+  EXPECT_EQ(aclrtFreeHost(other), kRuntimeInvalid);
   EXPECT_EQ(aclrtFree(other), ACL_SUCCESS);
   void* pinned = nullptr;
   ASSERT_EQ(aclrtMallocHost(&pinned, 64), ACL_SUCCESS);
   EXPECT_EQ(aclrtFreeHost(pinned), ACL_SUCCESS);
-  EXPECT_NE(aclrtFreeHost(pinned), ACL_SUCCESS);
+  EXPECT_EQ(aclrtFreeHost(pinned), kRuntimeInvalid);
 }
 
 TEST(DeviceMemory, MayBeReadAsFarAsTheDevicesPagesGo) {
@@ -116,6 +151,10 @@ TEST(DeviceMemory, InfoIsPlausible) {
   std::size_t bytes = 0;
   EXPECT_EQ(aclrtGetMemInfo(ACL_HBM_MEM, nullptr, &bytes), kInvalidParam);
   EXPECT_EQ(aclrtGetMemInfo(ACL_HBM_MEM, &bytes, nullptr), kInvalidParam);
+  std::size_t total = 0;
+  for (int attr : {-1, 18}) {
+    EXPECT_EQ(aclrtGetMemInfo(static_cast<aclrtMemAttr>(attr), &bytes, &total), kInvalidParam);
+  }
 }
 
 // ---- copies
@@ -136,11 +175,20 @@ TEST(Copy, EveryKindCopiesAndOthersAreRefused) {
     EXPECT_EQ(aclrtMemcpy(device, 1000, source.data(), 1000, k), ACL_SUCCESS) << kind;
     EXPECT_EQ(aclrtMemcpy(back.data(), 1000, device, 1000, ACL_MEMCPY_DEVICE_TO_HOST), ACL_SUCCESS);
     EXPECT_EQ(back, source);
+    std::fill(back.begin(), back.end(), static_cast<unsigned char>(0));
+    EXPECT_EQ(aclrtMemset(device, 1000, 0, 1000), ACL_SUCCESS);
+    EXPECT_EQ(aclrtMemcpyAsync(device, 1000, source.data(), 1000, k, nullptr), ACL_SUCCESS);
+    EXPECT_EQ(aclrtMemcpyAsync(back.data(), 1000, device, 1000, k, nullptr), ACL_SUCCESS) << kind;
+    EXPECT_EQ(aclrtSynchronizeStream(nullptr), ACL_SUCCESS);
+    EXPECT_EQ(back, source);
   }
   for (int kind : {6, 7, 8, -1, 1000}) {
     const auto k = static_cast<aclrtMemcpyKind>(kind);
     EXPECT_EQ(aclrtMemcpy(device, 1000, source.data(), 1000, k), kInvalidParam) << kind;
     EXPECT_EQ(aclrtMemcpyAsync(device, 1000, source.data(), 1000, k, nullptr), kInvalidParam);
+    EXPECT_EQ(aclrtMemcpy2d(device, 10, source.data(), 10, 10, 100, k), kInvalidParam);
+    EXPECT_EQ(aclrtMemcpy2dAsync(device, 10, source.data(), 10, 10, 100, k, nullptr),
+              kInvalidParam);
   }
   EXPECT_EQ(aclrtFree(device), ACL_SUCCESS);
 }
@@ -211,11 +259,16 @@ TEST(Copy, TwoDimensionalCopiesCheckTheirArguments) {
   unsigned char a[64] = {}, b[64] = {};
   EXPECT_EQ(aclrtMemcpy2d(nullptr, 8, a, 8, 8, 2, ACL_MEMCPY_HOST_TO_DEVICE), kInvalidParam);
   EXPECT_EQ(aclrtMemcpy2d(b, 8, nullptr, 8, 8, 2, ACL_MEMCPY_HOST_TO_DEVICE), kInvalidParam);
-  EXPECT_NE(aclrtMemcpy2d(b, 8, a, 16, 9, 2, ACL_MEMCPY_HOST_TO_DEVICE), ACL_SUCCESS);
-  EXPECT_NE(aclrtMemcpy2d(b, 16, a, 8, 9, 2, ACL_MEMCPY_HOST_TO_DEVICE), ACL_SUCCESS);
+  EXPECT_EQ(aclrtMemcpy2d(b, 8, a, 16, 9, 2, ACL_MEMCPY_HOST_TO_DEVICE), kRuntimeInvalid);
+  EXPECT_EQ(aclrtMemcpy2d(b, 16, a, 8, 9, 2, ACL_MEMCPY_HOST_TO_DEVICE), kRuntimeInvalid);
+  a[0] = 1;
+  EXPECT_EQ(aclrtMemcpy2d(b, 8, a, 8, 0, 2, ACL_MEMCPY_HOST_TO_DEVICE), ACL_SUCCESS);
+  EXPECT_EQ(aclrtMemcpy2d(b, 8, a, 8, 8, 0, ACL_MEMCPY_HOST_TO_DEVICE), ACL_SUCCESS);
+  EXPECT_EQ(b[0], 0);
   EXPECT_EQ(aclrtMemcpy2dAsync(nullptr, 8, a, 8, 8, 2, ACL_MEMCPY_HOST_TO_DEVICE, stream),
             kInvalidParam);
-  EXPECT_NE(aclrtMemcpy2dAsync(b, 8, a, 16, 9, 2, ACL_MEMCPY_HOST_TO_DEVICE, stream), ACL_SUCCESS);
+  EXPECT_EQ(aclrtMemcpy2dAsync(b, 8, a, 16, 9, 2, ACL_MEMCPY_HOST_TO_DEVICE, stream),
+            kRuntimeInvalid);
   EXPECT_EQ(aclrtSynchronizeStream(stream), ACL_SUCCESS);
 }
 

@@ -19,6 +19,13 @@ constexpr aclError kInvalidParam = 100000;
 constexpr aclError kRuntimeInvalid = 107000;
 constexpr aclError kNoTimeStamp = 107006;
 constexpr aclError kTimeReversal = 107007;
+constexpr aclError kAlreadySubscribed = 107011;
+constexpr aclError kThreadNotSubscribed = 107012;
+constexpr aclError kStreamNotSubscribed = 107015;
+constexpr aclError kInvalidHandle = 107017;
+constexpr aclError kNotSupported = 207000;
+constexpr aclError kInner = 507000;
+constexpr aclError kReportTimeout = 507012;
 constexpr aclError kStreamTimeout = 507046;
 constexpr aclError kEventTimeout = 507047;
 constexpr aclError kStreamFailed = 507015;
@@ -34,6 +41,21 @@ struct Note {
 };
 
 void sleep_50_ms(void*) { std::this_thread::sleep_for(milliseconds(50)); }
+
+class Event {
+ public:
+  Event() { EXPECT_EQ(aclrtCreateEvent(&event_), ACL_SUCCESS); }
+  explicit Event(std::uint32_t flag) {
+    EXPECT_EQ(aclrtCreateEventWithFlag(&event_, flag), ACL_SUCCESS);
+  }
+  ~Event() { EXPECT_EQ(aclrtDestroyEvent(event_), ACL_SUCCESS); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  operator aclrtEvent() const { return event_; }
+
+ private:
+  aclrtEvent event_ = nullptr;
+};
 
 TEST(Stream, RunsItsWorkInOrderOnAnotherThread) {
   Stream stream;
@@ -177,7 +199,7 @@ TEST(Stream, DestroyForceDropsQueuedWork) {
   opener.join();
   std::this_thread::sleep_for(milliseconds(50));
   EXPECT_EQ(done, 0);
-  EXPECT_NE(aclrtSynchronizeStream(stream), ACL_SUCCESS);
+  EXPECT_EQ(aclrtSynchronizeStream(stream), kInvalidHandle);
 }
 
 TEST(Stream, IdsDiffer) {
@@ -195,6 +217,75 @@ TEST(Stream, EveryFlagAndPriorityIsAccepted) {
     EXPECT_EQ(aclrtCreateStreamWithConfig(&stream, 7, flag), ACL_SUCCESS) << flag;
     EXPECT_EQ(aclrtDestroyStream(stream), ACL_SUCCESS);
   }
+  aclrtStream stream = nullptr;
+  EXPECT_EQ(aclrtCreateStreamWithConfig(&stream, 0, 0x40), kRuntimeInvalid);
+  EXPECT_TRUE(names(take_message(), "flag"));
+  EXPECT_EQ(stream, nullptr);
+}
+
+// Null is the default stream: one queue, the same for every function.
+TEST(Stream, NullIsTheDefaultOne) {
+  Event event;
+  std::int32_t id = -1, again = -2;
+  EXPECT_EQ(aclrtStreamGetId(nullptr, &id), ACL_SUCCESS);
+  EXPECT_EQ(aclrtStreamGetId(nullptr, &again), ACL_SUCCESS);
+  EXPECT_EQ(id, again);
+  EXPECT_EQ(aclrtSetStreamFailureMode(nullptr, 0), ACL_SUCCESS);
+  Gate gate;
+  ASSERT_EQ(gate.close_on(nullptr), ACL_SUCCESS);
+  aclrtStreamStatus status = ACL_STREAM_STATUS_RESERVED;
+  EXPECT_EQ(aclrtStreamQuery(nullptr, &status), ACL_SUCCESS);
+  EXPECT_EQ(status, ACL_STREAM_STATUS_NOT_READY);
+  EXPECT_EQ(aclrtSynchronizeStreamWithTimeout(nullptr, 10), kStreamTimeout);
+  aclrtEventStatus recorded = ACL_EVENT_STATUS_RESERVED;
+  EXPECT_EQ(aclrtRecordEvent(event, nullptr), ACL_SUCCESS);
+  EXPECT_EQ(aclrtQueryEvent(event, &recorded), ACL_SUCCESS);
+  EXPECT_EQ(recorded, ACL_EVENT_STATUS_NOT_READY);
+  unsigned char memory[4] = {};
+  EXPECT_EQ(aclrtMemsetAsync(memory, 4, 5, 4, nullptr), ACL_SUCCESS);
+  EXPECT_EQ(memory[0], 0) << "the gate holds the stream";
+  // What is synchronous waits for no stream.
+  unsigned char copy[4] = {1, 1, 1, 1};
+  EXPECT_EQ(aclrtMemcpy(copy, 4, memory, 4, ACL_MEMCPY_DEVICE_TO_HOST), ACL_SUCCESS);
+  EXPECT_EQ(copy[3], 0);
+  EXPECT_EQ(aclrtMemset(copy, 4, 9, 4), ACL_SUCCESS);
+  void* device = nullptr;
+  EXPECT_EQ(aclrtMalloc(&device, 64, ACL_MEM_MALLOC_HUGE_FIRST), ACL_SUCCESS);
+  EXPECT_EQ(aclrtFree(device), ACL_SUCCESS);
+  gate.open();
+  EXPECT_EQ(aclrtSynchronizeStream(nullptr), ACL_SUCCESS);
+  EXPECT_EQ(memory[3], 5);
+  EXPECT_EQ(aclrtQueryEvent(event, &recorded), ACL_SUCCESS);
+  EXPECT_EQ(recorded, ACL_EVENT_STATUS_COMPLETE);
+}
+
+// A host function that waits for its own stream would wait for ever.
+TEST(Stream, MustNotBeAwaitedByItsOwnHostFunction) {
+  struct Argument {
+    aclrtStream stream;
+    aclrtEvent event;
+    aclError synchronized = -1, destroyed = -1, device = -1, awaited = -1;
+  };
+  Stream stream;
+  Event event;
+  Argument argument{stream, event, -1, -1, -1, -1};
+  ASSERT_EQ(aclrtLaunchHostFunc(
+                stream,
+                [](void* self) {
+                  auto* a = static_cast<Argument*>(self);
+                  a->synchronized = aclrtSynchronizeStream(a->stream);
+                  a->destroyed = aclrtDestroyStream(a->stream);
+                  a->device = aclrtSynchronizeDevice();
+                  if (aclrtRecordEvent(a->event, a->stream) != ACL_SUCCESS) return;
+                  a->awaited = aclrtSynchronizeEvent(a->event);
+                },
+                &argument),
+            ACL_SUCCESS);
+  ASSERT_EQ(aclrtSynchronizeStreamWithTimeout(stream, 20000), ACL_SUCCESS);
+  EXPECT_EQ(argument.synchronized, kInner);
+  EXPECT_EQ(argument.destroyed, kInner);
+  EXPECT_EQ(argument.device, kInner);
+  EXPECT_EQ(argument.awaited, kInner);
 }
 
 TEST(Stream, NullArgumentsAreRefused) {
@@ -318,28 +409,28 @@ TEST(Handles, StaleForeignAndConfusedOnesAreRefusedEverywhere) {
   for (aclrtStream bad : {stale_stream, static_cast<aclrtStream>(foreign), good_event,
                           reinterpret_cast<aclrtStream>(std::uintptr_t{8})}) {
     take_message();
-    EXPECT_NE(aclrtSynchronizeStream(bad), ACL_SUCCESS);
+    EXPECT_EQ(aclrtSynchronizeStream(bad), kInvalidHandle);
     EXPECT_FALSE(take_message().empty());
-    EXPECT_NE(aclrtSynchronizeStreamWithTimeout(bad, 5), ACL_SUCCESS);
-    EXPECT_NE(aclrtDestroyStream(bad), ACL_SUCCESS);
-    EXPECT_NE(aclrtDestroyStreamForce(bad), ACL_SUCCESS);
+    EXPECT_EQ(aclrtSynchronizeStreamWithTimeout(bad, 5), kInvalidHandle);
+    EXPECT_EQ(aclrtDestroyStream(bad), kInvalidHandle);
+    EXPECT_EQ(aclrtDestroyStreamForce(bad), kInvalidHandle);
     aclrtStreamStatus status = ACL_STREAM_STATUS_RESERVED;
-    EXPECT_NE(aclrtStreamQuery(bad, &status), ACL_SUCCESS);
+    EXPECT_EQ(aclrtStreamQuery(bad, &status), kInvalidHandle);
     std::int32_t id = 0;
-    EXPECT_NE(aclrtStreamGetId(bad, &id), ACL_SUCCESS);
-    EXPECT_NE(aclrtStreamWaitEvent(bad, good_event), ACL_SUCCESS);
-    EXPECT_NE(aclrtSetStreamFailureMode(bad, 0), ACL_SUCCESS);
-    EXPECT_NE(aclrtLaunchHostFunc(bad, none, nullptr), ACL_SUCCESS);
-    EXPECT_NE(aclrtLaunchCallback(none, nullptr, ACL_CALLBACK_NO_BLOCK, bad), ACL_SUCCESS);
-    EXPECT_NE(aclrtSubscribeReport(pthread_self(), bad), ACL_SUCCESS);
-    EXPECT_NE(aclrtUnSubscribeReport(pthread_self(), bad), ACL_SUCCESS);
-    EXPECT_NE(aclrtRecordEvent(good_event, bad), ACL_SUCCESS);
-    EXPECT_NE(aclrtResetEvent(good_event, bad), ACL_SUCCESS);
-    EXPECT_NE(aclrtMemsetAsync(memory, 64, 1, 64, bad), ACL_SUCCESS);
-    EXPECT_NE(aclrtMemcpyAsync(memory, 32, memory + 32, 32, ACL_MEMCPY_DEVICE_TO_DEVICE, bad),
-              ACL_SUCCESS);
-    EXPECT_NE(aclrtMemcpy2dAsync(memory, 8, memory + 32, 8, 4, 2, ACL_MEMCPY_DEVICE_TO_DEVICE, bad),
-              ACL_SUCCESS);
+    EXPECT_EQ(aclrtStreamGetId(bad, &id), kInvalidHandle);
+    EXPECT_EQ(aclrtStreamWaitEvent(bad, good_event), kInvalidHandle);
+    EXPECT_EQ(aclrtSetStreamFailureMode(bad, 0), kInvalidHandle);
+    EXPECT_EQ(aclrtLaunchHostFunc(bad, none, nullptr), kInvalidHandle);
+    EXPECT_EQ(aclrtLaunchCallback(none, nullptr, ACL_CALLBACK_NO_BLOCK, bad), kInvalidHandle);
+    EXPECT_EQ(aclrtSubscribeReport(pthread_self(), bad), kInvalidHandle);
+    EXPECT_EQ(aclrtUnSubscribeReport(pthread_self(), bad), kInvalidHandle);
+    EXPECT_EQ(aclrtRecordEvent(good_event, bad), kInvalidHandle);
+    EXPECT_EQ(aclrtResetEvent(good_event, bad), kInvalidHandle);
+    EXPECT_EQ(aclrtMemsetAsync(memory, 64, 1, 64, bad), kInvalidHandle);
+    EXPECT_EQ(aclrtMemcpyAsync(memory, 32, memory + 32, 32, ACL_MEMCPY_DEVICE_TO_DEVICE, bad),
+              kInvalidHandle);
+    EXPECT_EQ(aclrtMemcpy2dAsync(memory, 8, memory + 32, 8, 4, 2, ACL_MEMCPY_DEVICE_TO_DEVICE, bad),
+              kInvalidHandle);
     Forward f;
     f.input = Array(ACL_BF16, {2, 4});
     f.weight = Array(ACL_BF16, {3, 4});
@@ -350,7 +441,8 @@ TEST(Handles, StaleForeignAndConfusedOnesAreRefusedEverywhere) {
     aclOpExecutor* executor = nullptr;
     ASSERT_EQ(f.prepare(&size, &executor), 0);
     const GuardedBuffer workspace(size);
-    EXPECT_NE(aclnnFusedLinearOnlineMaxSum(workspace.data(), size, executor, bad), 0);
+    EXPECT_EQ(aclnnFusedLinearOnlineMaxSum(workspace.data(), size, executor, bad), 361001);
+    EXPECT_TRUE(names(take_message(), "stream"));
     EXPECT_TRUE(f.logits_max.untouched());
   }
   for (aclrtEvent bad : {stale_event, static_cast<aclrtEvent>(foreign),
@@ -360,38 +452,23 @@ TEST(Handles, StaleForeignAndConfusedOnesAreRefusedEverywhere) {
     aclrtEventRecordedStatus status = ACL_EVENT_RECORDED_STATUS_NOT_READY;
     aclrtEventWaitStatus wait = ACL_EVENT_WAIT_STATUS_RESERVED;
     float ms = 0;
-    EXPECT_NE(aclrtRecordEvent(bad, good_stream), ACL_SUCCESS);
-    EXPECT_NE(aclrtResetEvent(bad, good_stream), ACL_SUCCESS);
-    EXPECT_NE(aclrtStreamWaitEvent(good_stream, bad), ACL_SUCCESS);
-    EXPECT_NE(aclrtQueryEvent(bad, &old_status), ACL_SUCCESS);
-    EXPECT_NE(aclrtQueryEventStatus(bad, &status), ACL_SUCCESS);
-    EXPECT_NE(aclrtQueryEventWaitStatus(bad, &wait), ACL_SUCCESS);
-    EXPECT_NE(aclrtSynchronizeEvent(bad), ACL_SUCCESS);
-    EXPECT_NE(aclrtSynchronizeEventWithTimeout(bad, 5), ACL_SUCCESS);
-    EXPECT_NE(aclrtEventElapsedTime(&ms, bad, good_event), ACL_SUCCESS);
-    EXPECT_NE(aclrtEventElapsedTime(&ms, good_event, bad), ACL_SUCCESS);
-    EXPECT_NE(aclrtDestroyEvent(bad), ACL_SUCCESS);
+    EXPECT_EQ(aclrtRecordEvent(bad, good_stream), kInvalidHandle);
+    EXPECT_EQ(aclrtResetEvent(bad, good_stream), kInvalidHandle);
+    EXPECT_EQ(aclrtStreamWaitEvent(good_stream, bad), kInvalidHandle);
+    EXPECT_EQ(aclrtQueryEvent(bad, &old_status), kInvalidHandle);
+    EXPECT_EQ(aclrtQueryEventStatus(bad, &status), kInvalidHandle);
+    EXPECT_EQ(aclrtQueryEventWaitStatus(bad, &wait), kInvalidHandle);
+    EXPECT_EQ(aclrtSynchronizeEvent(bad), kInvalidHandle);
+    EXPECT_EQ(aclrtSynchronizeEventWithTimeout(bad, 5), kInvalidHandle);
+    EXPECT_EQ(aclrtEventElapsedTime(&ms, bad, good_event), kInvalidHandle);
+    EXPECT_EQ(aclrtEventElapsedTime(&ms, good_event, bad), kInvalidHandle);
+    EXPECT_EQ(aclrtDestroyEvent(bad), kInvalidHandle);
   }
   EXPECT_EQ(aclrtSynchronizeStream(good_stream), ACL_SUCCESS);
   EXPECT_EQ(aclrtDestroyEvent(good_event), ACL_SUCCESS);
 }
 
 // ---- events
-
-class Event {
- public:
-  Event() { EXPECT_EQ(aclrtCreateEvent(&event_), ACL_SUCCESS); }
-  explicit Event(std::uint32_t flag) {
-    EXPECT_EQ(aclrtCreateEventWithFlag(&event_, flag), ACL_SUCCESS);
-  }
-  ~Event() { EXPECT_EQ(aclrtDestroyEvent(event_), ACL_SUCCESS); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  operator aclrtEvent() const { return event_; }
-
- private:
-  aclrtEvent event_ = nullptr;
-};
 
 TEST(Event, QueriesTellTheSameInOppositeSenses) {
   Stream stream;
@@ -401,6 +478,11 @@ TEST(Event, QueriesTellTheSameInOppositeSenses) {
   aclrtEventWaitStatus wait = ACL_EVENT_WAIT_STATUS_RESERVED;
   EXPECT_EQ(aclrtQueryEventStatus(event, &status), ACL_SUCCESS);
   EXPECT_EQ(status, ACL_EVENT_RECORDED_STATUS_COMPLETE) << "never recorded";
+  EXPECT_EQ(aclrtQueryEvent(event, &old_status), ACL_SUCCESS);
+  EXPECT_EQ(old_status, ACL_EVENT_STATUS_COMPLETE) << "never recorded";
+  EXPECT_EQ(aclrtQueryEventWaitStatus(event, &wait), ACL_SUCCESS);
+  EXPECT_EQ(wait, ACL_EVENT_WAIT_STATUS_COMPLETE) << "nobody waits";
+  EXPECT_EQ(aclrtSynchronizeEvent(event), ACL_SUCCESS) << "never recorded";
   Gate gate;
   ASSERT_EQ(gate.close_on(stream), ACL_SUCCESS);
   ASSERT_EQ(aclrtRecordEvent(event, stream), ACL_SUCCESS);
@@ -460,6 +542,7 @@ TEST(Event, SynchroniseWithTimeout) {
   ASSERT_EQ(aclrtRecordEvent(event, stream), ACL_SUCCESS);
   EXPECT_EQ(aclrtSynchronizeEventWithTimeout(event, 30), kEventTimeout);
   EXPECT_FALSE(take_message().empty());
+  EXPECT_EQ(aclrtSynchronizeEventWithTimeout(event, -2), kRuntimeInvalid);
   gate.open();
   EXPECT_EQ(aclrtSynchronizeEventWithTimeout(event, 20000), ACL_SUCCESS);
   EXPECT_EQ(aclrtSynchronizeEventWithTimeout(event, -1), ACL_SUCCESS);
@@ -478,9 +561,37 @@ TEST(Event, MakesAnotherStreamWait) {
   ASSERT_EQ(aclrtLaunchHostFunc(second, Note::take, &two), ACL_SUCCESS);
   EXPECT_EQ(aclrtSynchronizeStreamWithTimeout(second, 50), kStreamTimeout);
   EXPECT_TRUE(list.empty());
+  aclrtEventWaitStatus wait = ACL_EVENT_WAIT_STATUS_RESERVED;
+  EXPECT_EQ(aclrtQueryEventWaitStatus(event, &wait), ACL_SUCCESS);
+  EXPECT_EQ(wait, ACL_EVENT_WAIT_STATUS_NOT_READY);
   gate.open();
   EXPECT_EQ(aclrtSynchronizeStream(second), ACL_SUCCESS);
+  EXPECT_EQ(aclrtQueryEventWaitStatus(event, &wait), ACL_SUCCESS);
+  EXPECT_EQ(wait, ACL_EVENT_WAIT_STATUS_COMPLETE);
   EXPECT_EQ(list, (std::vector<int>{1, 2}));
+}
+
+TEST(Event, NeverRecordedMakesNoStreamWait) {
+  Stream stream;
+  Event event;
+  EXPECT_EQ(aclrtStreamWaitEvent(stream, event), ACL_SUCCESS);
+  EXPECT_EQ(aclrtSynchronizeStreamWithTimeout(stream, 20000), ACL_SUCCESS);
+}
+
+TEST(Event, AwaitedIsTheRecordThatWasNewestThen) {
+  Stream first, second;
+  Event event;
+  Gate early, late;
+  ASSERT_EQ(early.close_on(first), ACL_SUCCESS);
+  ASSERT_EQ(aclrtRecordEvent(event, first), ACL_SUCCESS);
+  ASSERT_EQ(aclrtStreamWaitEvent(second, event), ACL_SUCCESS);
+  ASSERT_EQ(late.close_on(first), ACL_SUCCESS);
+  ASSERT_EQ(aclrtRecordEvent(event, first), ACL_SUCCESS);
+  early.open();
+  EXPECT_EQ(aclrtSynchronizeStreamWithTimeout(second, 20000), ACL_SUCCESS);
+  EXPECT_EQ(aclrtSynchronizeEventWithTimeout(event, 10), kEventTimeout);
+  late.open();
+  EXPECT_EQ(aclrtSynchronizeEvent(event), ACL_SUCCESS);
 }
 
 TEST(Event, RecordedAnewCountsAnew) {
@@ -505,6 +616,40 @@ TEST(Event, CanBeResetAndUsedAgain) {
     ASSERT_EQ(aclrtResetEvent(event, stream), ACL_SUCCESS);
     ASSERT_EQ(aclrtSynchronizeStream(stream), ACL_SUCCESS);
   }
+}
+
+TEST(Event, IsResetInStreamOrderToOneNeverRecorded) {
+  Stream stream;
+  Event event, other;
+  ASSERT_EQ(aclrtRecordEvent(event, stream), ACL_SUCCESS);
+  ASSERT_EQ(aclrtRecordEvent(other, stream), ACL_SUCCESS);
+  ASSERT_EQ(aclrtSynchronizeStream(stream), ACL_SUCCESS);
+  Gate gate;
+  ASSERT_EQ(gate.close_on(stream), ACL_SUCCESS);
+  ASSERT_EQ(aclrtResetEvent(event, stream), ACL_SUCCESS);
+  float ms = -1;
+  EXPECT_EQ(aclrtEventElapsedTime(&ms, event, other), ACL_SUCCESS) << "not yet";
+  gate.open();
+  ASSERT_EQ(aclrtSynchronizeStream(stream), ACL_SUCCESS);
+  EXPECT_EQ(aclrtEventElapsedTime(&ms, event, other), kNoTimeStamp);
+  aclrtEventRecordedStatus status = ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  EXPECT_EQ(aclrtQueryEventStatus(event, &status), ACL_SUCCESS);
+  EXPECT_EQ(status, ACL_EVENT_RECORDED_STATUS_COMPLETE);
+}
+
+TEST(Event, HasATimeOnlyWithTheFlagForIt) {
+  Stream stream;
+  Event timed(ACL_EVENT_TIME_LINE);
+  Event untimed(ACL_EVENT_SYNC | ACL_EVENT_CAPTURE_STREAM_PROGRESS);
+  ASSERT_EQ(aclrtRecordEvent(timed, stream), ACL_SUCCESS);
+  ASSERT_EQ(aclrtRecordEvent(untimed, stream), ACL_SUCCESS);
+  ASSERT_EQ(aclrtSynchronizeStream(stream), ACL_SUCCESS);
+  float ms = -1;
+  EXPECT_EQ(aclrtEventElapsedTime(&ms, timed, timed), ACL_SUCCESS);
+  EXPECT_EQ(aclrtEventElapsedTime(&ms, timed, untimed), kNoTimeStamp);
+  EXPECT_TRUE(names(take_message(), "endEvent"));
+  EXPECT_EQ(aclrtEventElapsedTime(&ms, untimed, timed), kNoTimeStamp);
+  EXPECT_TRUE(names(take_message(), "startEvent"));
 }
 
 TEST(Event, OfTheDefaultStream) {
@@ -539,6 +684,13 @@ TEST(Event, FlagsAreAccepted) {
     EXPECT_EQ(aclrtCreateEventExWithFlag(&event, flag), ACL_SUCCESS) << flag;
     EXPECT_EQ(aclrtDestroyEvent(event), ACL_SUCCESS);
   }
+  for (std::uint32_t flag : {4u, 0x80u}) {
+    aclrtEvent event = nullptr;
+    EXPECT_EQ(aclrtCreateEventWithFlag(&event, flag), kRuntimeInvalid) << flag;
+    EXPECT_TRUE(names(take_message(), "flag"));
+    EXPECT_EQ(aclrtCreateEventExWithFlag(&event, flag), kRuntimeInvalid) << flag;
+    EXPECT_EQ(event, nullptr);
+  }
 }
 
 TEST(Event, WithTheIpcFlagCannotBeResetQueriedOrTimed) {
@@ -551,9 +703,14 @@ TEST(Event, WithTheIpcFlagCannotBeResetQueriedOrTimed) {
   ASSERT_EQ(aclrtSynchronizeStream(stream), ACL_SUCCESS);
   aclrtEventStatus old_status = ACL_EVENT_STATUS_RESERVED;
   float ms = 0;
-  EXPECT_NE(aclrtResetEvent(event, stream), ACL_SUCCESS);
-  EXPECT_NE(aclrtQueryEvent(event, &old_status), ACL_SUCCESS);
-  EXPECT_NE(aclrtEventElapsedTime(&ms, other, event), ACL_SUCCESS);
+  aclrtEventRecordedStatus status = ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  aclrtEventWaitStatus wait = ACL_EVENT_WAIT_STATUS_RESERVED;
+  EXPECT_EQ(aclrtResetEvent(event, stream), kNotSupported);
+  EXPECT_EQ(aclrtQueryEvent(event, &old_status), kNotSupported);
+  EXPECT_EQ(aclrtQueryEventStatus(event, &status), kNotSupported);
+  EXPECT_EQ(aclrtQueryEventWaitStatus(event, &wait), kNotSupported);
+  EXPECT_EQ(aclrtEventElapsedTime(&ms, other, event), kNotSupported);
+  EXPECT_EQ(aclrtEventElapsedTime(&ms, event, other), kNotSupported);
   EXPECT_EQ(aclrtDestroyEvent(event), ACL_SUCCESS);
 }
 
@@ -606,10 +763,20 @@ TEST(Callback, BlockHoldsTheStreamAndNoBlockDoesNot) {
 
 TEST(Callback, NeedsASubscribedThread) {
   Stream stream;
-  EXPECT_NE(aclrtLaunchCallback([](void*) {}, nullptr, ACL_CALLBACK_BLOCK, stream), ACL_SUCCESS);
+  const aclrtCallback nothing = [](void*) {};
+  EXPECT_EQ(aclrtLaunchCallback(nothing, nullptr, ACL_CALLBACK_BLOCK, stream),
+            kStreamNotSubscribed);
   EXPECT_FALSE(take_message().empty());
-  EXPECT_NE(aclrtProcessReport(10), ACL_SUCCESS);
-  EXPECT_NE(aclrtUnSubscribeReport(pthread_self(), stream), ACL_SUCCESS);
+  EXPECT_EQ(aclrtProcessReport(10), kThreadNotSubscribed);
+  EXPECT_EQ(aclrtProcessReport(-2), kRuntimeInvalid);
+  const auto self = static_cast<std::uint64_t>(pthread_self());
+  EXPECT_EQ(aclrtUnSubscribeReport(self, stream), kThreadNotSubscribed);
+  EXPECT_EQ(aclrtSubscribeReport(self, stream), ACL_SUCCESS);
+  EXPECT_EQ(aclrtSubscribeReport(self, stream), kAlreadySubscribed);
+  EXPECT_EQ(aclrtUnSubscribeReport(self + 1, stream), kThreadNotSubscribed);
+  EXPECT_EQ(aclrtLaunchCallback(nothing, nullptr, static_cast<aclrtCallbackBlockType>(2), stream),
+            kInvalidParam);
+  EXPECT_EQ(aclrtUnSubscribeReport(self, stream), ACL_SUCCESS);
   EXPECT_EQ(aclrtSynchronizeStream(stream), ACL_SUCCESS);
 }
 
@@ -617,7 +784,7 @@ TEST(Callback, ReportTimesOut) {
   Stream stream;
   ASSERT_EQ(aclrtSubscribeReport(pthread_self(), stream), ACL_SUCCESS);
   const Clock::time_point before = Clock::now();
-  EXPECT_NE(aclrtProcessReport(30), ACL_SUCCESS);
+  EXPECT_EQ(aclrtProcessReport(30), kReportTimeout);
   EXPECT_GE(Clock::now() - before, milliseconds(25));
   EXPECT_EQ(aclrtUnSubscribeReport(pthread_self(), stream), ACL_SUCCESS);
 }
@@ -670,6 +837,16 @@ TEST(FailureMode, ContinueRunsLaterWorkAndStopDoesNot) {
     EXPECT_TRUE(g.grad_input.untouched());
     if (mode == 0) {
       EXPECT_EQ(aclrtSynchronizeStream(stream), ACL_SUCCESS) << "told once";
+    } else {
+      EXPECT_EQ(aclrtSynchronizeStream(stream), kStreamFailed) << "stays so";
+      ASSERT_EQ(aclrtMemsetAsync(memory, 64, 4, 64, stream), ACL_SUCCESS);
+      EXPECT_EQ(aclrtSynchronizeStreamWithTimeout(stream, 20000), kStreamFailed);
+      EXPECT_EQ(memory[0], 0);
+      EXPECT_EQ(aclrtSetStreamFailureMode(stream, 0), ACL_SUCCESS) << "a new beginning";
+      EXPECT_EQ(aclrtSynchronizeStream(stream), kStreamFailed);
+      ASSERT_EQ(aclrtMemsetAsync(memory, 64, 5, 64, stream), ACL_SUCCESS);
+      EXPECT_EQ(aclrtSynchronizeStream(stream), ACL_SUCCESS);
+      EXPECT_EQ(memory[0], 5);
     }
     EXPECT_EQ(aclrtFree(memory), ACL_SUCCESS);
   }
@@ -677,7 +854,8 @@ TEST(FailureMode, ContinueRunsLaterWorkAndStopDoesNot) {
 
 TEST(FailureMode, OtherModesAreRefused) {
   Stream stream;
-  EXPECT_NE(aclrtSetStreamFailureMode(stream, 2), ACL_SUCCESS);
+  EXPECT_EQ(aclrtSetStreamFailureMode(stream, 2), kRuntimeInvalid);
+  EXPECT_TRUE(names(take_message(), "mode"));
 }
 
 TEST(Failure, OfOneStreamIsNoFailureOfAnother) {
@@ -690,6 +868,35 @@ TEST(Failure, OfOneStreamIsNoFailureOfAnother) {
   enqueue(workspace, size, executor, bad);
   EXPECT_EQ(aclrtSynchronizeStream(good), ACL_SUCCESS);
   EXPECT_EQ(aclrtSynchronizeStream(bad), kStreamFailed);
+}
+
+// Several failures are one answer; neither an event nor a wait that ended too early takes it away.
+TEST(Failure, IsToldOnceByTheNextSynchroniseThatWaitedForIt) {
+  Stream stream;
+  Event event;
+  Gate gate;
+  ASSERT_EQ(gate.close_on(stream), ACL_SUCCESS);
+  const Gradient first = failing_gradient(), second = failing_gradient();
+  std::vector<GuardedBuffer> workspaces;
+  for (const Gradient* g : {&first, &second}) {
+    std::uint64_t size = 0;
+    aclOpExecutor* executor = nullptr;
+    ASSERT_EQ(g->prepare(&size, &executor), 0);
+    workspaces.emplace_back(size);
+    enqueue(workspaces.back(), size, executor, stream);
+  }
+  ASSERT_EQ(aclrtRecordEvent(event, stream), ACL_SUCCESS);
+  EXPECT_EQ(aclrtSynchronizeStreamWithTimeout(stream, 10), kStreamTimeout);
+  gate.open();
+  EXPECT_EQ(aclrtSynchronizeEvent(event), ACL_SUCCESS);
+  aclrtStreamStatus status = ACL_STREAM_STATUS_RESERVED;
+  EXPECT_EQ(aclrtStreamQuery(stream, &status), ACL_SUCCESS);
+  EXPECT_EQ(aclrtSynchronizeStreamWithTimeout(stream, 20000), kStreamFailed);
+  const std::string message = take_message();
+  EXPECT_TRUE(names(message, "maskedTarget")) << message;
+  EXPECT_NE(message.find("AclNN_Runtime_Error(EZ9903)"), std::string::npos) << message;
+  EXPECT_EQ(aclrtSynchronizeDevice(), ACL_SUCCESS) << "told";
+  EXPECT_EQ(aclrtSynchronizeStream(stream), ACL_SUCCESS) << "told";
 }
 
 TEST(Failure, MessageIsForTheThreadThatSynchronises) {

@@ -64,6 +64,15 @@ double decode(Format f, std::uint16_t bits) {
   return sign * std::ldexp((1 << f.mantissa_bits) + mantissa, biased - bias - f.mantissa_bits);
 }
 
+// Decoding millions of elements one by one would be most of a large test's time.
+std::vector<double> all_values(Format f) {
+  std::vector<double> values;
+  for (unsigned bits = 0; bits < 0x10000; ++bits) {
+    values.push_back(decode(f, static_cast<std::uint16_t>(bits)));
+  }
+  return values;
+}
+
 std::size_t item_size(aclDataType dtype) {
   switch (dtype) {
     case ACL_FLOAT:
@@ -84,8 +93,14 @@ std::size_t item_size(aclDataType dtype) {
 
 std::uint16_t half_bits(double value) { return encode(kHalf, value); }
 std::uint16_t bfloat16_bits(double value) { return encode(kBfloat16, value); }
-double half_value(std::uint16_t bits) { return decode(kHalf, bits); }
-double bfloat16_value(std::uint16_t bits) { return decode(kBfloat16, bits); }
+double half_value(std::uint16_t bits) {
+  static const std::vector<double> values = all_values(kHalf);
+  return values[bits];
+}
+double bfloat16_value(std::uint16_t bits) {
+  static const std::vector<double> values = all_values(kBfloat16);
+  return values[bits];
+}
 
 double rounded(aclDataType dtype, double value) {
   if (dtype == ACL_FLOAT16) return half_value(half_bits(value));
@@ -520,16 +535,23 @@ void expect_product(const char* what, const Array& actual, const std::vector<dou
   const double least = dtype == ACL_FLOAT16 ? std::ldexp(1.0, -24) : std::ldexp(1.0, -126);
   const std::int64_t rows = actual.dim(0), columns = actual.dim(1);
   std::int64_t wrong = 0;
+  struct Sums {
+    double sum = 0, magnitude = 0, factors = 0;
+  };
   for (std::int64_t r = 0; r < rows; ++r) {
-    for (std::int64_t c = 0; c < columns; ++c) {
-      double sum = 0, magnitude = 0, factors = 0;
-      for (std::int64_t k = 0; k < addends; ++k) {
-        const double factor = a[r * a_row + k * a_k];
-        if (factor == 0) continue;  // a row that does not count may stand beside infinite operands
-        sum += factor * b[k * columns + c];
-        magnitude += std::fabs(factor * b[k * columns + c]);
-        factors += std::fabs(b[k * columns + c]);
+    std::vector<Sums> row(static_cast<std::size_t>(columns));
+    for (std::int64_t k = 0; k < addends; ++k) {
+      const double factor = a[r * a_row + k * a_k];
+      if (factor == 0) continue;  // a row that does not count may stand beside infinite operands
+      for (std::int64_t c = 0; c < columns; ++c) {
+        Sums& at = row[static_cast<std::size_t>(c)];
+        at.sum += factor * b[k * columns + c];
+        at.magnitude += std::fabs(factor * b[k * columns + c]);
+        at.factors += std::fabs(b[k * columns + c]);
       }
+    }
+    for (std::int64_t c = 0; c < columns; ++c) {
+      const auto [sum, magnitude, factors] = row[static_cast<std::size_t>(c)];
       const double allowed =
           magnitude * per_addend + factors * per_factor + std::fabs(sum) * u * 1.01 + least;
       const double got = actual.get(r * columns + c);

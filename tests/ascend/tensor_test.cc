@@ -11,6 +11,7 @@ namespace ascend_test {
 namespace {
 
 constexpr aclnnStatus kNull = 161001;
+constexpr aclnnStatus kInvalid = 161002;
 
 using Getter = aclnnStatus (*)(const aclTensor*, std::int64_t**, std::uint64_t*);
 
@@ -96,7 +97,45 @@ TEST(Tensor, DestroyingNullSucceedsAndDestroyingTwiceDoesNot) {
   aclTensor* tensor =
       aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, nullptr);
   EXPECT_EQ(aclDestroyTensor(tensor), 0);
-  EXPECT_NE(aclDestroyTensor(tensor), 0);
+  EXPECT_EQ(aclDestroyTensor(tensor), kInvalid);
+}
+
+TEST(Tensor, IsNotTheOwnerOfItsData) {
+  void* memory = nullptr;
+  ASSERT_EQ(aclrtMalloc(&memory, 64, ACL_MEM_MALLOC_HUGE_FIRST), ACL_SUCCESS);
+  const std::int64_t dims[] = {16};
+  aclTensor* tensor =
+      aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, memory);
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
+  EXPECT_EQ(aclrtMemset(memory, 64, 1, 64), ACL_SUCCESS);
+  EXPECT_EQ(aclrtFree(memory), ACL_SUCCESS);
+}
+
+// A count that no tensor has is not followed through memory.
+TEST(Tensor, OfMoreThan64DimensionsIsNotMade) {
+  const std::vector<std::int64_t> ones(65, 1);
+  take_message();
+  for (std::uint64_t rank : {std::uint64_t{65}, ~std::uint64_t{0}}) {
+    EXPECT_EQ(aclCreateTensor(ones.data(), rank, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, ones.data(),
+                              1, nullptr),
+              nullptr);
+    EXPECT_TRUE(names(take_message(), "viewDims"));
+    EXPECT_EQ(aclCreateTensor(ones.data(), 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, ones.data(),
+                              rank, nullptr),
+              nullptr);
+    EXPECT_TRUE(names(take_message(), "storageDims"));
+  }
+  aclTensor* tensor = aclCreateTensor(ones.data(), 64, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND,
+                                      ones.data(), 64, nullptr);
+  EXPECT_NE(tensor, nullptr);
+  EXPECT_EQ(aclInitTensor(tensor, ones.data(), 65, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, nullptr, 0,
+                          nullptr),
+            kInvalid);
+  EXPECT_EQ(aclInitTensor(tensor, nullptr, 0, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, ones.data(), 65,
+                          nullptr),
+            kInvalid);
+  EXPECT_EQ(dims_from(aclGetViewShape, tensor).size(), 64u) << "as it was";
+  EXPECT_EQ(aclDestroyTensor(tensor), 0);
 }
 
 TEST(Tensor, GettersWantEveryArgument) {
@@ -137,22 +176,26 @@ TEST(Tensor, ForeignAndDestroyedHandlesAreRefused) {
     std::uint64_t count = 0;
     std::int64_t offset = 0;
     void* address = nullptr;
+    aclFormat format = ACL_FORMAT_ND;
+    aclDataType type = ACL_FLOAT;
+    EXPECT_EQ(aclGetFormat(handle, &format), kInvalid);
+    EXPECT_EQ(aclGetDataType(handle, &type), kInvalid);
     for (Getter get : {aclGetViewShape, aclGetStorageShape, aclGetViewStrides}) {
-      EXPECT_NE(get(handle, &out, &count), 0);
+      EXPECT_EQ(get(handle, &out, &count), kInvalid);
       EXPECT_EQ(out, nullptr);
     }
-    EXPECT_NE(aclGetViewOffset(handle, &offset), 0);
-    EXPECT_NE(aclGetRawTensorAddr(handle, &address), 0);
-    EXPECT_NE(aclSetRawTensorAddr(handle, memory), 0);
-    EXPECT_NE(aclDestroyTensor(handle), 0);
-    EXPECT_NE(aclInitTensor(handle, dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, memory),
-              0);
+    EXPECT_EQ(aclGetViewOffset(handle, &offset), kInvalid);
+    EXPECT_EQ(aclGetRawTensorAddr(handle, &address), kInvalid);
+    EXPECT_EQ(aclSetRawTensorAddr(handle, memory), kInvalid);
+    EXPECT_EQ(aclDestroyTensor(handle), kInvalid);
+    EXPECT_EQ(aclInitTensor(handle, dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, memory),
+              kInvalid);
     std::uint64_t size = 1;
     aclOpExecutor* executor = nullptr;
-    EXPECT_NE(aclnnFusedCrossEntropyLossWithMaxSumGetWorkspaceSize(
+    EXPECT_EQ(aclnnFusedCrossEntropyLossWithMaxSumGetWorkspaceSize(
                   handle, handle, handle, 0, nullptr, nullptr, nullptr, handle, nullptr, &size,
                   &executor),
-              0);
+              kInvalid);
     EXPECT_EQ(executor, nullptr);
   }
 }
@@ -171,6 +214,9 @@ TEST(Tensor, InitGivesItANewLifeInPlace) {
   aclDataType type = ACL_FLOAT;
   EXPECT_EQ(aclGetDataType(tensor, &type), 0);
   EXPECT_EQ(type, ACL_INT32);
+  aclFormat format = ACL_FORMAT_ND;
+  EXPECT_EQ(aclGetFormat(tensor, &format), 0);
+  EXPECT_EQ(format, ACL_FORMAT_NCL);
   std::int64_t offset = 0;
   EXPECT_EQ(aclGetViewOffset(tensor, &offset), 0);
   EXPECT_EQ(offset, 1);
@@ -209,7 +255,11 @@ TEST(Lists, KnowTheirSizesAndOwnTheirElements) {
   EXPECT_EQ(aclGetTensorListSize(list, &size), 0);
   EXPECT_EQ(size, 3u);
   EXPECT_EQ(aclDestroyTensorList(list), 0);
-  EXPECT_NE(aclDestroyTensor(tensors[0]), 0) << "went with its list";
+  for (const aclTensor* t : tensors) {
+    EXPECT_EQ(aclDestroyTensor(t), kInvalid) << "went with its list";
+  }
+  EXPECT_EQ(aclDestroyTensorList(list), kInvalid);
+  EXPECT_EQ(aclGetTensorListSize(list, &size), kInvalid);
   float value = 2;
   const aclScalar* scalars[] = {aclCreateScalar(&value, ACL_FLOAT),
                                 aclCreateScalar(&value, ACL_FLOAT)};
@@ -217,6 +267,28 @@ TEST(Lists, KnowTheirSizesAndOwnTheirElements) {
   EXPECT_EQ(aclGetScalarListSize(scalar_list, &size), 0);
   EXPECT_EQ(size, 2u);
   EXPECT_EQ(aclDestroyScalarList(scalar_list), 0);
+  for (const aclScalar* scalar : scalars) {
+    EXPECT_EQ(aclDestroyScalar(scalar), kInvalid) << "went with its list";
+  }
+  EXPECT_EQ(aclGetScalarListSize(scalar_list, &size), kInvalid);
+}
+
+TEST(Lists, MayHaveNullElementsAndNoOthersThatAreNone) {
+  const std::int64_t dims[] = {2};
+  const aclTensor* tensor =
+      aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, nullptr);
+  const aclTensor* with_null[] = {tensor, nullptr};
+  aclTensorList* list = aclCreateTensorList(with_null, 2);
+  EXPECT_NE(list, nullptr);
+  EXPECT_EQ(aclDestroyTensorList(list), 0);
+  take_message();
+  EXPECT_EQ(aclCreateTensorList(&tensor, 1), nullptr) << "destroyed with the first list";
+  EXPECT_FALSE(take_message().empty());
+  EXPECT_EQ(aclCreateTensorList(nullptr, 1), nullptr);
+  EXPECT_EQ(aclCreateScalarList(nullptr, 1), nullptr);
+  aclTensorList* empty = aclCreateTensorList(nullptr, 0);
+  EXPECT_NE(empty, nullptr);
+  EXPECT_EQ(aclDestroyTensorList(empty), 0);
 }
 
 TEST(Arrays, KnowTheirSizes) {
@@ -234,6 +306,8 @@ TEST(Arrays, KnowTheirSizes) {
   EXPECT_EQ(aclGetBoolArraySize(bool_array, &size), 0);
   EXPECT_EQ(size, 1u);
   EXPECT_EQ(aclGetIntArraySize(int_array, nullptr), kNull);
+  EXPECT_EQ(aclGetFloatArraySize(float_array, nullptr), kNull);
+  EXPECT_EQ(aclGetBoolArraySize(bool_array, nullptr), kNull);
   EXPECT_EQ(aclGetIntArraySize(nullptr, &size), kNull);
   EXPECT_EQ(aclGetFloatArraySize(nullptr, &size), kNull);
   EXPECT_EQ(aclGetBoolArraySize(nullptr, &size), kNull);
@@ -242,11 +316,20 @@ TEST(Arrays, KnowTheirSizes) {
   EXPECT_EQ(aclDestroyIntArray(int_array), 0);
   EXPECT_EQ(aclDestroyFloatArray(float_array), 0);
   EXPECT_EQ(aclDestroyBoolArray(bool_array), 0);
-  EXPECT_NE(aclDestroyIntArray(int_array), 0);
+  EXPECT_EQ(aclDestroyIntArray(int_array), kInvalid);
+  EXPECT_EQ(aclDestroyFloatArray(float_array), kInvalid);
+  EXPECT_EQ(aclDestroyBoolArray(bool_array), kInvalid);
+  EXPECT_EQ(aclGetIntArraySize(int_array, &size), kInvalid);
+  EXPECT_EQ(aclCreateIntArray(nullptr, 1), nullptr);
+  EXPECT_EQ(aclCreateFloatArray(nullptr, 1), nullptr);
+  EXPECT_EQ(aclCreateBoolArray(nullptr, 1), nullptr);
   double number = 0.5;
   aclScalar* scalar = aclCreateScalar(&number, ACL_DOUBLE);
   EXPECT_NE(scalar, nullptr);
   EXPECT_EQ(aclDestroyScalar(scalar), 0);
+  EXPECT_EQ(aclDestroyScalar(scalar), kInvalid);
+  EXPECT_EQ(aclCreateScalar(nullptr, ACL_DOUBLE), nullptr);
+  EXPECT_EQ(aclCreateScalar(&number, ACL_INT4), nullptr) << "not whole bytes";
 }
 
 TEST(Dump, IsAcceptedAndWritesNothing) {
@@ -255,6 +338,9 @@ TEST(Dump, IsAcceptedAndWritesNothing) {
   aclTensor* tensor = aclCreateTensor(dims, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, dims, 1, data);
   aclTensor* tensors[] = {tensor, tensor};
   EXPECT_EQ(aclDumpOpTensors("Operator", "name", tensors, 1, 1, nullptr), 0);
+  EXPECT_EQ(aclDumpOpTensors("Operator", "name", nullptr, 1, 0, nullptr), kNull);
+  EXPECT_EQ(aclDumpOpTensors("Operator", "name", nullptr, 0, 0, nullptr), 0);
+  EXPECT_EQ(data[1], 2);
   EXPECT_EQ(aclDestroyTensor(tensor), 0);
 }
 

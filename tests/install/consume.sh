@@ -109,7 +109,8 @@ program() {
   "$logitless" verify "$work/case.safetensors" --shards 3
 }
 
-# A client that knows only set_env.sh; compiled as C++11 with the documented link line.
+# A client that knows only set_env.sh, compiled as C++11: all three operators, both modes, types and
+# index types against float64. The first with the documented link line, the second linking nothing.
 toolkit_client() {
   (
     unset ASCEND_HOME_PATH ASCEND_TOOLKIT_HOME LD_LIBRARY_PATH
@@ -119,17 +120,22 @@ toolkit_client() {
     [[ $ASCEND_HOME_PATH == "$prefix/ascend" ]] || fail "ASCEND_HOME_PATH is '$ASCEND_HOME_PATH'"
     [[ $ASCEND_TOOLKIT_HOME == "$ASCEND_HOME_PATH" ]] || fail "ASCEND_TOOLKIT_HOME differs"
     local include=$ASCEND_HOME_PATH/include
-    "$CXX" -std=c++11 -Wall -Wextra -Wpedantic -Werror -o "$work/client" "$1" -I"$include" \
-      -I"$include/aclnn" -I"$include/aclnnop" -L"$ASCEND_HOME_PATH/lib64" "${@:2}"
-    "$work/client"
+    "$CXX" -std=c++11 -Wall -Wextra -Wpedantic -Werror -o "$work/client" \
+      "$SOURCE/tests/ascend/clients/matrix_client.cc" -I"$include" -I"$include/aclnn" \
+      -I"$include/aclnnop" -L"$ASCEND_HOME_PATH/lib64" "$@"
+    "$work/client" | tee "$work/printed"
+    [[ $(grep -c '^[fb][pf]16 int.*within' "$work/printed") == 16 ]] || fail "not 16 combinations"
   )
 }
 
-toolkit_folder() {
-  toolkit_client "$here/toolkit_client.cc" -lopapi_math -lopapi_nn -lascendcl -lnnopbase
-}
+toolkit_folder() { toolkit_client -lopapi_math -lopapi_nn -lascendcl -lnnopbase; }
 
-toolkit_dlopen() { toolkit_client "$here/dlopen_client.cc" -ldl; }
+toolkit_dlopen() {
+  toolkit_client -DCLIENT_DLOPEN -ldl
+  if readelf -d "$work/client" | grep -E 'NEEDED.*(ascend|acl|opapi|nnopbase)'; then
+    fail "the client links what it should look up"
+  fi
+}
 
 # Every block of misuse.cc compiles with the right half and must not with the wrong one; were only
 # the wrong half tried, a typing error would pass for a rejected misuse.

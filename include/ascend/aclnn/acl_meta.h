@@ -34,7 +34,8 @@ constexpr aclnnStatus OK = 0;
 
 // Element (i, j, ...) of the view is at tensorData + (offset + i*stride[0] + j*stride[1] ...) *
 // sizeof(dataType). stride null: contiguous. The arrays are copied, tensorData is neither read nor
-// owned and may be null for now. Null when a dims pointer is null with a count that is not 0.
+// owned and may be null for now. Null when a dims pointer is null with a count that is not 0, or a
+// count is above 64.
 ACL_FUNC_VISIBILITY aclTensor* aclCreateTensor(const int64_t* viewDims, uint64_t viewDimsNum,
                                                aclDataType dataType, const int64_t* stride,
                                                int64_t offset, aclFormat format,

@@ -93,10 +93,11 @@ void finish(Launch launch, uint64_t workspace_size, aclOpExecutor* executor, acl
 
 static const int64_t kTokens = 13, kVocab = 150, kHidden = 40, kStart = 50;
 
-static double largest_difference(const std::vector<double>& a, const std::vector<double>& b) {
-  double largest = 0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    const double d = std::fabs(a[i] - b[i]);
+template <typename T>
+double largest_difference(const std::vector<T>& a, const std::vector<double>& b) {
+  double largest = a.size() == b.size() ? 0 : INFINITY;
+  for (size_t i = 0; i < a.size() && i < b.size(); ++i) {
+    const double d = std::fabs(static_cast<double>(static_cast<float>(a[i])) - b[i]);
     if (!(d <= largest)) largest = d;  // NaN too
   }
   return largest;
@@ -167,7 +168,9 @@ void run_one(aclDataType type, aclDataType index_type, bool bool_mask, bool soft
 
   // The same in float64.
   const std::vector<Index> masked = masked_t.read<Index>();
-  std::vector<double> loss(kTokens), grad_input(x.size(), 0), grad_weight(w.size(), 0);
+  std::vector<double> maximum(kTokens), total(kTokens), predicted(kTokens), loss(kTokens);
+  std::vector<double> all_logits, softmax;
+  std::vector<double> grad_input(x.size(), 0), grad_weight(w.size(), 0);
   for (int64_t b = 0; b < kTokens; ++b) {
     std::vector<double> logits(kVocab, 0);
     double largest = -1e300, sum = 0;
@@ -180,8 +183,13 @@ void run_one(aclDataType type, aclDataType index_type, bool bool_mask, bool soft
     const bool outside = target[b] < kStart || target[b] >= kStart + kVocab;
     CHECK(outside == (unpacked[b] != 0));
     CHECK(masked[b] == (outside ? 0 : target[b] - kStart));
-    loss[b] = std::log(sum) - (outside ? 0 : logits[target[b] - kStart] - largest);
+    maximum[b] = largest;
+    total[b] = sum;
+    predicted[b] = outside ? 0 : logits[target[b] - kStart] - largest;
+    loss[b] = std::log(sum) - predicted[b];
     for (int64_t v = 0; v < kVocab; ++v) {
+      all_logits.push_back(logits[v]);
+      softmax.push_back(std::exp(logits[v] - largest) / sum);
       const bool hit = !outside && v == target[b] - kStart;
       const double g = (std::exp(logits[v] - largest) / sum - (hit ? 1 : 0)) * grad[b];
       for (int64_t h = 0; h < kHidden; ++h) {
@@ -190,19 +198,16 @@ void run_one(aclDataType type, aclDataType index_type, bool bool_mask, bool soft
       }
     }
   }
-  const std::vector<float> loss_got = loss_t.read<float>();
-  const std::vector<Element> grad_input_got = grad_input_t.read<Element>();
-  const std::vector<Element> grad_weight_got = grad_weight_t.read<Element>();
-  std::vector<double> a, b, c;
-  for (size_t i = 0; i < loss_got.size(); ++i) a.push_back(loss_got[i]);
-  for (size_t i = 0; i < grad_input_got.size(); ++i)
-    b.push_back(static_cast<float>(grad_input_got[i]));
-  for (size_t i = 0; i < grad_weight_got.size(); ++i) {
-    c.push_back(static_cast<float>(grad_weight_got[i]));
+  CHECK((largest_difference(max_t.read<float>(), maximum) < 1e-6));
+  CHECK((largest_difference(sum_t.read<float>(), total) < 1e-3));
+  CHECK((largest_difference(predicted_t.read<float>(), predicted) < 1e-6));
+  if (softmax_given) {
+    CHECK((largest_difference(logits_t.read<Element>(), all_logits) == 0));
+    CHECK((largest_difference(softmax_t.read<float>(), softmax) < 1e-6));
   }
-  const double loss_error = largest_difference(a, loss);
-  const double input_error = largest_difference(b, grad_input);
-  const double weight_error = largest_difference(c, grad_weight);
+  const double loss_error = largest_difference(loss_t.read<float>(), loss);
+  const double input_error = largest_difference(grad_input_t.read<Element>(), grad_input);
+  const double weight_error = largest_difference(grad_weight_t.read<Element>(), grad_weight);
   // |weight| and |input| are at most 1/2 and every row of |grad_logits| sums to at most 2 |grad|.
   printf("%s %s %s %s: loss within %.1e, inputGrad within %.1e, weightGrad within %.1e\n",
          type == ACL_BF16 ? "bf16" : "fp16", sizeof(Index) == 8 ? "int64" : "int32",
@@ -220,8 +225,8 @@ void run_one(aclDataType type, aclDataType index_type, bool bool_mask, bool soft
 #define ANY_FUNCTION_TYPE
 #endif
 // Callers that deduce the function's type from their arguments pass labelSmoothing as double where
-// the interface has float. On x86-64 and AArch64 the callee then reads the low half of the double,
-// and 0.0 is 0.0F.
+// the interface has float. On x86-64 and AArch64 the callee then reads the low half of the double:
+// 0.0 is 0.0F, so is 0.5, and 0.1 is tiny.
 ANY_FUNCTION_TYPE static void pass_label_smoothing_as_double() {
   typedef aclnnStatus (*AsDeduced)(const aclTensor*, const aclTensor*, const aclTensor*, double,
                                    const aclTensor*, const aclTensor*, const aclTensor*, aclTensor*,
@@ -232,6 +237,9 @@ ANY_FUNCTION_TYPE static void pass_label_smoothing_as_double() {
   uint64_t workspace_size = 0;
   aclOpExecutor* executor = nullptr;
   CHECK(phase1(t.tensor, t.tensor, t.tensor, 0.0, nullptr, nullptr, nullptr, t.tensor, nullptr,
+               &workspace_size, &executor) == 0);
+  CHECK(API(aclDestroyAclOpExecutor)(executor) == 0);
+  CHECK(phase1(t.tensor, t.tensor, t.tensor, 0.5, nullptr, nullptr, nullptr, t.tensor, nullptr,
                &workspace_size, &executor) == 0);
   CHECK(API(aclDestroyAclOpExecutor)(executor) == 0);
   CHECK(phase1(t.tensor, t.tensor, t.tensor, 0.1, nullptr, nullptr, nullptr, t.tensor, nullptr,

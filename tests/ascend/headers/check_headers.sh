@@ -92,6 +92,42 @@ END
   compile "$cxx" $standard "$unit/habits.cc" -I"$include" -I"$include/aclnnop" -I"$include/aclnn" \
     -Wno-variadic-macros -Wno-gnu-zero-variadic-macro-arguments
 
+  # What each header brings along; the errors of operators come with their own header only.
+  while read -r header names; do
+    {
+      printf '#include "%s"\n#ifdef ACLNN_SUCCESS\n#error not asked for\n#endif\n' "$header"
+      echo "namespace found {"
+      for name in $names; do echo "using ::$name;"; done
+      echo "}"
+    } >"$unit/chain.cc"
+    compile "$cxx" $standard "$unit/chain.cc" -I"$include"
+  done <<'END'
+acl/acl.h aclrtMalloc aclInit aclGetRecentErrMsg aclDataTypeSize aclrtStream aclrtRunMode size_t
+acl/acl_rt.h aclrtMalloc aclError aclDataType ACL_SUCCESS int32_t size_t
+acl/acl_base.h aclError aclDataType aclFormat ACL_ERROR_INVALID_PARAM aclFloat16ToFloat
+aclnn/acl_meta.h aclCreateTensor aclnnStatus aclOpExecutor aclDataType OK ACL_SUCCESS aclrtStream
+aclnn/aclnn_base.h aclnnInit aclnnFinalize aclCreateTensor
+aclnnop/aclnn_fused_linear_online_max_sum.h aclnnFusedLinearOnlineMaxSum aclCreateTensor aclnnInit
+aclnnop/aclnn_fused_cross_entropy_loss_with_max_sum.h aclnnFusedCrossEntropyLossWithMaxSum aclnnInit
+aclnnop/aclnn_fused_linear_cross_entropy_loss_grad.h aclnnFusedLinearCrossEntropyLossGrad aclnnInit
+END
+  cat >"$unit/macros.cc" <<'END'
+#include "aclnnop/aclnn_util.h"
+#ifndef ACLNN_API
+#error aclnn_util.h brings ACLNN_API
+#endif
+ACLNN_API extern int exported;
+#include "acl/acl_base.h"
+#if !defined(ACL_ERROR_RT_PARAM_INVALID) || ACL_ERROR_RT_PARAM_INVALID != 107000
+#error acl_base.h brings the errors of the runtime
+#endif
+#include "aclnn/opdev/op_errno.h"
+#if ACLNN_SUCCESS != 0 || ACLNN_ERR_PARAM_NULLPTR != 161001
+#error op_errno.h brings the errors of operators
+#endif
+END
+  compile "$cxx" $standard "$unit/macros.cc" -I"$include"
+
   # Building a library that exports the interface anew.
   compile "$cxx" $standard "$unit/all.cc" -I"$include" -I"$include/aclnnop" -I"$include/aclnn" \
     -DFUNC_VISIBILITY
@@ -186,6 +222,16 @@ PTAGetExecCache(0, &size);
 aclnnMatmul(nullptr, 0, executor, stream);
 OK = 1;
 END
+
+# The umbrella of the runtime alone does not know tensors.
+printf '#include "acl/acl.h"\nint main() { return aclrtFree(nullptr); }\n' >"$unit/umbrella.cc"
+compile "$cxx" c++11 "$unit/umbrella.cc" -I"$include"
+printf '#include "acl/acl.h"\nint main() { return aclDestroyTensor(nullptr); }\n' >"$unit/umbrella.cc"
+compiled=$((compiled + 1))
+if $cxx -std=c++11 -fsyntax-only -I"$include" "$unit/umbrella.cc" 2>/dev/null; then
+  echo "FAILED: acl/acl.h reaches tensors"
+  failures=$((failures + 1))
+fi
 
 echo "$compiled units with $cxx and $cc, $failures failures"
 [ "$failures" -eq 0 ]
