@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -154,15 +155,28 @@ TEST(Process, WithoutADeviceNothingIsCreated) {
 TEST(Process, EachThreadChoosesItsOwnDevice) {
   EXPECT_IN_FRESH_PROCESS({
     EXPECT_EQ(aclrtSetDevice(0), ACL_SUCCESS);
-    std::thread([] {
+    aclrtContext of_first = nullptr;
+    EXPECT_EQ(aclrtGetCurrentContext(&of_first), ACL_SUCCESS);
+    std::int32_t stream_of_first = -1;
+    EXPECT_EQ(aclrtStreamGetId(nullptr, &stream_of_first), ACL_SUCCESS);
+    std::thread([&] {
       aclrtStream stream = nullptr;
       std::int32_t device = 0;
       EXPECT_EQ(aclrtGetDevice(&device), kNoContext);
       EXPECT_EQ(aclrtCreateStream(&stream), kNoContext);
       EXPECT_EQ(aclrtSetDevice(0), ACL_SUCCESS);
+      aclrtContext context = nullptr;
+      EXPECT_EQ(aclrtGetCurrentContext(&context), ACL_SUCCESS);
+      EXPECT_EQ(context, of_first) << "the device's default context is one";
+      std::int32_t default_stream = -2;
+      EXPECT_EQ(aclrtStreamGetId(nullptr, &default_stream), ACL_SUCCESS);
+      EXPECT_EQ(default_stream, stream_of_first) << "and so is its stream";
       EXPECT_EQ(aclrtCreateStream(&stream), ACL_SUCCESS);
       EXPECT_EQ(aclrtDestroyStream(stream), ACL_SUCCESS);
+      EXPECT_EQ(aclrtResetDevice(0), ACL_SUCCESS);
     }).join();
+    std::int32_t device = -1;
+    EXPECT_EQ(aclrtGetDevice(&device), ACL_SUCCESS) << "the count is the process's";
   });
 }
 
@@ -439,6 +453,33 @@ TEST(Process, TellsWhatItIs) {
   });
 }
 
+TEST(Process, PrintsNothingWhateverGoesWrong) {
+  EXPECT_IN_FRESH_PROCESS({
+    std::FILE* const printed = std::tmpfile();
+    const int old_stderr = dup(2);
+    dup2(fileno(printed), 1);
+    dup2(fileno(printed), 2);
+    aclFinalize();
+    aclrtSetDevice(5);
+    aclrtFree(nullptr);
+    void* memory = nullptr;
+    aclrtSetDevice(0);
+    aclrtMalloc(&memory, SIZE_MAX, ACL_MEM_MALLOC_HUGE_FIRST);
+    aclDestroyTensor(reinterpret_cast<aclTensor*>(std::uintptr_t{8}));
+    aclrtSynchronizeStream(&memory);
+    Forward f = small_forward();
+    f.end = f.start + f.weight.dim(0) - 1;
+    const aclError hinted = f.run();
+    f.end = -1;
+    const aclError refused = f.run();
+    std::fflush(nullptr);
+    dup2(old_stderr, 2);
+    EXPECT_EQ(lseek(fileno(printed), 0, SEEK_END), 0) << "bytes on stdout or stderr";
+    EXPECT_EQ(hinted, 0);
+    EXPECT_NE(refused, 0);
+  });
+}
+
 TEST(Process, LogsOnlyWhereTheEnvironmentAsksForIt) {
   EXPECT_IN_FRESH_PROCESS({
     const auto logged = [](aclLogLevel level) {
@@ -490,17 +531,18 @@ TEST(Process, HintsOnceAtAnEndIndexThatLooksInclusive) {
     f.end = f.start + f.weight.dim(0) - 1;
     f.target.fill(static_cast<double>(f.end));
     f.make_outputs(false);
-    EXPECT_EQ(f.run(), 0);
-    const std::string hint = take_message();
+    std::uint64_t size = 0;
+    aclOpExecutor* executor = nullptr;
+    EXPECT_EQ(f.prepare(&size, &executor), 0);
+    const std::string hint = take_message();  // phase 1 leaves it
+    EXPECT_EQ(aclDestroyAclOpExecutor(executor), 0);
     EXPECT_TRUE(names(hint, "vocabEndIndex")) << hint;
     EXPECT_EQ(hint.find('\n'), std::string::npos) << "one line";
-    expect_forward(f);
-    EXPECT_TRUE(f.is_masked(0)) << "obeyed all the same";
     EXPECT_EQ(f.run(), 0);
     EXPECT_EQ(take_message(), "") << "once per process";
+    expect_forward(f);
+    EXPECT_TRUE(f.is_masked(0)) << "obeyed all the same";
     std::thread([&] {
-      std::uint64_t size = 0;
-      aclOpExecutor* executor = nullptr;
       EXPECT_EQ(f.prepare(&size, &executor), 0);
       EXPECT_EQ(take_message(), "") << "not once per thread";
       EXPECT_EQ(aclDestroyAclOpExecutor(executor), 0);

@@ -264,11 +264,14 @@ TEST(Stream, MustNotBeAwaitedByItsOwnHostFunction) {
   struct Argument {
     aclrtStream stream;
     aclrtEvent event;
-    aclError synchronized = -1, destroyed = -1, device = -1, awaited = -1;
+    aclError synchronized = -1, destroyed = -1, device = -1, awaited = -1, copied = -1, reset = -1,
+             finalized = -1;
   };
   Stream stream;
   Event event;
-  Argument argument{stream, event, -1, -1, -1, -1};
+  Argument argument;
+  argument.stream = stream;
+  argument.event = event;
   ASSERT_EQ(aclrtLaunchHostFunc(
                 stream,
                 [](void* self) {
@@ -276,6 +279,11 @@ TEST(Stream, MustNotBeAwaitedByItsOwnHostFunction) {
                   a->synchronized = aclrtSynchronizeStream(a->stream);
                   a->destroyed = aclrtDestroyStream(a->stream);
                   a->device = aclrtSynchronizeDevice();
+                  char from = 1, to = 0;  // pageable: over when the call returns
+                  a->copied =
+                      aclrtMemcpyAsync(&to, 1, &from, 1, ACL_MEMCPY_HOST_TO_HOST, a->stream);
+                  a->reset = aclrtResetDevice(0);
+                  a->finalized = aclFinalize();
                   if (aclrtRecordEvent(a->event, a->stream) != ACL_SUCCESS) return;
                   a->awaited = aclrtSynchronizeEvent(a->event);
                 },
@@ -285,6 +293,9 @@ TEST(Stream, MustNotBeAwaitedByItsOwnHostFunction) {
   EXPECT_EQ(argument.synchronized, kInner);
   EXPECT_EQ(argument.destroyed, kInner);
   EXPECT_EQ(argument.device, kInner);
+  EXPECT_EQ(argument.copied, kInner);
+  EXPECT_EQ(argument.reset, kInner);
+  EXPECT_EQ(argument.finalized, kInner);
   EXPECT_EQ(argument.awaited, kInner);
 }
 

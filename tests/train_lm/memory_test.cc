@@ -14,13 +14,13 @@
 #include "examples/train_lm/checkpoint.h"
 #include "tests/cli/scratch.h"
 #include "tests/parallel/thread_ranks.h"
-#include "tests/train_lm/failing_new.h"
+#include "tests/support/failing_new.h"
 #include "tests/train_lm/small_run.h"
 
 namespace logitless::train_lm {
 namespace {
 
-using test::FailingNew;
+using logitless::test::FailingNew;
 
 constexpr const char* kNoFailingNew = "this sanitizer's operator new cannot be replaced";
 constexpr size_t kLarge = 16384;  // plans and agreements are smaller, no part of the model is
@@ -70,7 +70,7 @@ Options options_of_large_parts() {
 }
 
 TEST(Memory, ARankThatHasTooLittleForTheModelEndsAllRanks) {
-  if (!test::failing_new_available()) GTEST_SKIP() << kNoFailingNew;
+  if (!logitless::test::failing_new_available()) GTEST_SKIP() << kNoFailingNew;
   const Text text = test::small_text();
   const Options options = options_of_large_parts();
   for (const int ranks : {1, 3}) {
@@ -97,7 +97,7 @@ TEST(Memory, ARankThatHasTooLittleForTheModelEndsAllRanks) {
 }
 
 TEST(Memory, ARankThatHasTooLittleForACheckpointEndsAllRanks) {
-  if (!test::failing_new_available()) GTEST_SKIP() << kNoFailingNew;
+  if (!logitless::test::failing_new_available()) GTEST_SKIP() << kNoFailingNew;
   const cli::test::Scratch scratch;
   const std::string path = scratch.path("run.safetensors");
   const Text text = test::small_text();

@@ -125,8 +125,12 @@ ACLNN_API extern int exported;
 #if ACLNN_SUCCESS != 0 || ACLNN_ERR_PARAM_NULLPTR != 161001
 #error op_errno.h brings the errors of operators
 #endif
+#define TEXT_OF(macro) #macro
+#define TEXT(macro) TEXT_OF(macro)
+static_assert((sizeof(TEXT(ACL_FUNC_VISIBILITY)) == 1) == (EXPECT_EMPTY != 0), "visibility");
 END
-  compile "$cxx" $standard "$unit/macros.cc" -I"$include"
+  compile "$cxx" $standard "$unit/macros.cc" -I"$include" -DEXPECT_EMPTY=1
+  compile "$cxx" $standard "$unit/macros.cc" -I"$include" -DEXPECT_EMPTY=0 -DFUNC_VISIBILITY
 
   # Building a library that exports the interface anew.
   compile "$cxx" $standard "$unit/all.cc" -I"$include" -I"$include/aclnnop" -I"$include/aclnn" \
@@ -191,7 +195,9 @@ int main() {
 }
 END
 }
-good='loss_phase1(in, in, in, 0, in, in, in, out, out, &size, &executor);'
+# Clients pass a size_t* for the uint64_t*.
+good='size_t own_size = 0; loss_phase1(in, in, in, 0, in, in, in, out, out, &own_size, &executor);'
+good="$good loss_phase1(in, in, in, 0, in, in, in, out, out, &size, &executor);"
 misuse "$good aclrtSynchronizeStream(stream);"
 compile "$cxx" c++11 "$unit/misuse.cc" -I"$include"
 while IFS= read -r line; do

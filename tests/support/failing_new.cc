@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/train_lm/failing_new.h"
+#include "tests/support/failing_new.h"
 
 #include <cstdlib>
 #include <new>
@@ -67,7 +67,7 @@ void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory
 void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
 #endif
 
-namespace logitless::train_lm::test {
+namespace logitless::test {
 
 bool failing_new_available() { return LOGITLESS_REPLACES_NEW; }
 
@@ -77,4 +77,4 @@ FailingNew::FailingNew(int64_t before, size_t bytes) {
 FailingNew::~FailingNew() { state = {}; }
 bool FailingNew::failed() const { return state.before < 0; }
 
-}  // namespace logitless::train_lm::test
+}  // namespace logitless::test

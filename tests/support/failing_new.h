@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace logitless::train_lm::test {
+namespace logitless::test {
 
 // While one lives, operator new throws std::bad_alloc once on this thread: for the allocation of at
 // least `bytes` that `before` others came before. failing_new.cc replaces the program's operator
@@ -20,4 +20,4 @@ class FailingNew {
   bool failed() const;  // whether there was such an allocation
 };
 
-}  // namespace logitless::train_lm::test
+}  // namespace logitless::test
