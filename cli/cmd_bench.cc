@@ -693,7 +693,7 @@ void add_bench(CLI::App& app, Command& command) {
                   "BT of --model (default 1024) and --shape, or the first N tokens of the CASE; "
                   "several: one after the other")
       ->delimiter(',')
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole_number(0, kMostTokens))
       ->type_name("N,...");
   sub->add_option("--op", arguments->ops,
                   "forward, gradient, gradient-hp, step, one-pass, sparse; default: all but "
@@ -709,7 +709,7 @@ void add_bench(CLI::App& app, Command& command) {
                      "2^-9; timed by turns with the forward and the exact one pass");
   sub->add_option("--zero-grad-rows", arguments->zero_grad_rows,
                   "Fraction of the rows whose grad is set to 0, evenly spread")
-      ->check(CLI::Range(0.0, 1.0, "FRACTION"))
+      ->check(number(0, 1))
       ->type_name("FRACTION");
   sub->add_option("--logits-rounding", arguments->rounding, "none or operand")
       ->capture_default_str()
@@ -729,13 +729,13 @@ void add_bench(CLI::App& app, Command& command) {
   add_strategy_option(*sub, arguments->strategy);
   sub->add_option("--chunk-tokens", arguments->chunk_tokens,
                   "Under mpirun, tokens summed while the next ones are computed; 0 = automatic")
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole_number(0, kMostTokens))
       ->type_name("N");
   sub->add_option("--repeats", arguments->repeats, "Default: as many as fit --seconds, 5 to 101")
-      ->check(CLI::Range(1, 10000, "REPEATS"))
+      ->check(whole_number(1, 10000))
       ->type_name("N");
   sub->add_option("--seconds", arguments->seconds, "Time for each line")
-      ->check(CLI::PositiveNumber)
+      ->check(number(0.001, 86400))
       ->capture_default_str()
       ->type_name("SECONDS");
   add_list_options(*sub, arguments->lists);

@@ -134,7 +134,7 @@ void add_info(CLI::App& app, Command& command) {
   CLI::App* sub = app.add_subcommand(
       "info", "Instruction sets, threads, caches, and the machine's measured limits");
   sub->add_option("--seconds", arguments->seconds, "How long each measurement lasts")
-      ->check(CLI::Range(0.01, 60.0, "SECONDS"))
+      ->check(number(0.01, 60))
       ->capture_default_str()
       ->type_name("SECONDS");
   add_common_options(*sub, arguments->common);

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
+#include <limits>
+
 #include "cli/commands.h"
 #include "cli/failure.h"
+#include "cli/files.h"
 #include "cli/interrupt.h"
 #include "cli/progress.h"
 #include "cli/safetensors.h"
@@ -19,10 +22,13 @@ struct MakeArguments {
   SyntheticOptions synthetic;
 };
 
+constexpr int64_t kMostSize = int64_t{1} << 40;
+
 int run_make(const MakeArguments& arguments) {
   SyntheticOptions options = arguments.synthetic;
   options.dtype = take(parse_operand_dtype(arguments.dtype));
   static_cast<void>(arguments.common.settings());  // refuses a bad limit
+  take(check_output(arguments.out, {}));
   const CancelToken& cancel = cancel_on_interrupt();
   Progress progress;
   const int64_t rows = options.vocab + options.tokens;
@@ -65,13 +71,23 @@ void add_make(CLI::App& app, Command& command) {
   sub->add_option("out", arguments->out, "The safetensors file to write")
       ->required()
       ->type_name("OUT");
-  sub->add_option("--tokens", s.tokens, "Tokens, BT")->capture_default_str()->type_name("N");
-  sub->add_option("--vocab", s.vocab, "Rows of weight, V")->capture_default_str()->type_name("N");
-  sub->add_option("--hidden", s.hidden, "Hidden size, H")->capture_default_str()->type_name("N");
+  sub->add_option("--tokens", s.tokens, "Tokens, BT")
+      ->check(whole_number(0, kMostSize))
+      ->capture_default_str()
+      ->type_name("N");
+  sub->add_option("--vocab", s.vocab, "Rows of weight, V")
+      ->check(whole_number(0, kMostSize))
+      ->capture_default_str()
+      ->type_name("N");
+  sub->add_option("--hidden", s.hidden, "Hidden size, H")
+      ->check(whole_number(0, kMostSize))
+      ->capture_default_str()
+      ->type_name("N");
   sub->add_option("--dtype", arguments->dtype, "Of input and weight: f32, f16 or bf16")
       ->capture_default_str()
       ->type_name("TYPE");
   sub->add_option("--seed", s.seed, "The same seed gives the same bits on every machine")
+      ->check(seed_number())
       ->capture_default_str()
       ->type_name("N");
   sub->add_option("--masked", s.masked, "Fraction of targets outside the shard")
@@ -81,10 +97,12 @@ void add_make(CLI::App& app, Command& command) {
       ->capture_default_str()
       ->type_name("P");
   sub->add_option("--vocab-start", s.vocab_start, "Global id of the shard's first row")
+      ->check(whole_number(0, std::numeric_limits<int64_t>::max()))
       ->capture_default_str()
       ->type_name("ID");
   sub->add_option("--global-vocab", s.global_vocab,
                   "Size of the whole vocabulary; default: just what the other options need")
+      ->check(whole_number(0, std::numeric_limits<int64_t>::max()))
       ->type_name("N");
   add_common_options(*sub, arguments->common);
   sub->footer(

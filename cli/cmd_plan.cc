@@ -91,7 +91,7 @@ void add_plan(CLI::App& app, Command& command) {
       ->delimiter(',')
       ->type_name("NAME,...");
   sub->add_option("--tokens", arguments->tokens, "BT of --model (default 1024) and --shape")
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole_number(0, kMostTokens))
       ->type_name("N");
   sub->add_option("--op", arguments->ops, "forward, gradient, gradient-hp, one-pass; default: all")
       ->delimiter(',')

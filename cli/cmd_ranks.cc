@@ -14,6 +14,7 @@
 #include "cli/commands.h"
 #include "cli/compare.h"
 #include "cli/failure.h"
+#include "cli/files.h"
 #include "cli/interrupt.h"
 #include "cli/progress.h"
 #include "cli/ranks.h"
@@ -402,6 +403,10 @@ int run_on_ranks(const RankRun& run_options) {
     if (speaks) progress.show(what);
   };
 
+  on_every_rank(world, [&] {
+    if (!speaks || run_options.out.empty()) return;
+    take(check_output(run_options.out, run_options.case_arguments->paths));
+  });
   show("reading the case");
   const RankCase r = load_on_ranks(world, run_options);
   const VocabParallelPlan plan =

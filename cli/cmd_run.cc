@@ -8,6 +8,7 @@
 
 #include "cli/commands.h"
 #include "cli/failure.h"
+#include "cli/files.h"
 #include "cli/interrupt.h"
 #include "cli/progress.h"
 #include "cli/ranks.h"
@@ -212,6 +213,7 @@ int run_operators(const RunArguments& arguments) {
   if (started_as_rank() || !arguments.split.empty()) {
     return run_split(arguments, sparse, rounding, mode);
   }
+  if (!arguments.out.empty()) take(check_output(arguments.out, arguments.case_arguments.paths));
   if (sparse.tolerance > 0) return run_sparse(arguments, sparse, rounding, mode);
   const CancelToken& cancel = cancel_on_interrupt();
   settings.cancel = &cancel;
@@ -331,7 +333,7 @@ void add_operator(CLI::App& app, Command& command, Operator op, const std::strin
       ->type_name("OUT");
   sub->add_option("--shards", arguments->shards,
                   "Cut the vocabulary into so many shards and merge them")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20, "SHARDS"))
+      ->check(whole_number(1, int64_t{1} << 20))
       ->capture_default_str()
       ->type_name("N");
   sub->add_option("--split", arguments->split,
@@ -343,7 +345,7 @@ void add_operator(CLI::App& app, Command& command, Operator op, const std::strin
     sub->add_option("--chunk-tokens", arguments->chunk_tokens,
                     "Under mpirun, so many tokens are summed over the ranks while the next ones "
                     "are computed; even, 0 = automatic")
-        ->check(CLI::NonNegativeNumber)
+        ->check(whole_number(0, kMostTokens))
         ->type_name("N");
   }
   sub->add_option("--logits-rounding", arguments->rounding,

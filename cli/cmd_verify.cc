@@ -243,7 +243,7 @@ void add_verify(CLI::App& app, Command& command) {
   add_case_options(*sub, arguments->case_arguments);
   sub->add_option("--shards", arguments->shards,
                   "Cut the vocabulary into so many shards and merge them")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20, "SHARDS"))
+      ->check(whole_number(1, int64_t{1} << 20))
       ->capture_default_str()
       ->type_name("N");
   sub->add_option("--split", arguments->split,
@@ -253,7 +253,7 @@ void add_verify(CLI::App& app, Command& command) {
       ->type_name("SPLIT");
   sub->add_option("--chunk-tokens", arguments->chunk_tokens,
                   "Under mpirun, tokens summed while the next ones are computed; 0 = automatic")
-      ->check(CLI::NonNegativeNumber)
+      ->check(whole_number(0, kMostTokens))
       ->type_name("N");
   sub->add_flag("--full", arguments->full,
                 "Check every row; the default samples where that takes more than about 20 s");
@@ -262,7 +262,7 @@ void add_verify(CLI::App& app, Command& command) {
                      "example 2^-9: one seed's errors, and the mean of many seeds");
   sub->add_option("--seeds", arguments->seeds,
                   "Seeds of the check for bias, from --seed on; 0: no check")
-      ->check(CLI::Range(0, 1 << 20, "SEEDS"))
+      ->check(whole_number(0, 1 << 20))
       ->capture_default_str()
       ->type_name("N");
   add_common_options(*sub, arguments->common);

@@ -4,7 +4,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
+#include <limits>
 
 #include "cli/failure.h"
 #include "cli/table.h"
@@ -15,7 +17,27 @@ namespace {
 
 constexpr double kWideMargin = 8;
 
+template <typename T>
+CLI::Validator number_between(T least, T most, const char* kind) {
+  const auto rule = [least, most, kind](std::string& text) -> std::string {
+    T value{};
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    const bool all = error == std::errc() && end == text.data() + text.size();
+    if (all && value >= least && value <= most) return "";
+    return fmt::format("'{}' is not a {} from {} to {}", printable(text), kind, least, most);
+  };
+  return {rule, ""};
+}
+
 }  // namespace
+
+CLI::Validator whole_number(int64_t least, int64_t most) {
+  return number_between(least, most, "whole number");
+}
+CLI::Validator seed_number() {
+  return number_between<uint64_t>(0, std::numeric_limits<uint64_t>::max(), "whole number");
+}
+CLI::Validator number(double least, double most) { return number_between(least, most, "number"); }
 
 RunSettings CommonOptions::settings() const {
   RunSettings settings;
@@ -68,7 +90,7 @@ void add_common_options(CLI::App& sub, CommonOptions& common) {
   sub.add_flag("--json", common.json, "Print one JSON document instead of text");
   sub.add_option("--threads", common.threads,
                  "Threads; default: OMP_NUM_THREADS or the CPUs this process may use")
-      ->check(CLI::PositiveNumber)
+      ->check(whole_number(1, kMostThreads))
       ->type_name("N");
   sub.add_option("--workspace-limit", common.workspace_limit,
                  "At most this much workspace per operator, for example 64MiB")
@@ -82,7 +104,7 @@ void add_list_options(CLI::App& sub, ListOptions& lists) {
          "Threads, one number or several; default: OMP_NUM_THREADS or the CPUs this process "
          "may use")
       ->delimiter(',')
-      ->check(CLI::PositiveNumber)
+      ->check(whole_number(1, kMostThreads))
       ->type_name("N,...");
   sub.add_option("--workspace-limit", lists.workspace_limits,
                  "At most this much workspace per operator, for example 64MiB; several: one after "
@@ -100,7 +122,7 @@ void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required, bo
   if (required) paths->required();
   if (with_tokens) {
     sub.add_option("--tokens", arguments.tokens, "Only the first N tokens of the case")
-        ->check(CLI::NonNegativeNumber)
+        ->check(whole_number(0, kMostTokens))
         ->type_name("N");
   }
   sub.add_option("--dtype", arguments.dtype, "Convert input and weight to f32, f16 or bf16")
@@ -111,6 +133,8 @@ void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required, bo
       ->capture_default_str();
   sub.add_option("--ignore-index", arguments.ignore_index,
                  "Tokens whose target is this id do not count, for example -100")
+      ->check(
+          whole_number(std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()))
       ->type_name("ID");
 }
 
@@ -123,7 +147,7 @@ void add_sparse_options(CLI::App& sub, SparseOptions& sparse, const std::string&
   CLI::Option* tolerance = add_tolerance_option(sub, sparse.grad_tolerance, what);
   sub.add_option("--seed", sparse.seed,
                  "Of the sparse gradient's choice; a training step takes a new one each time")
-      ->check(CLI::NonNegativeNumber)
+      ->check(seed_number())
       ->needs(tolerance)
       ->capture_default_str()
       ->type_name("N");

@@ -97,6 +97,13 @@ inline constexpr const char* kFloatMargins =
     "partial "
     "sums that wander from 0 to the result and beyond, which rows with small\npartial sums do not "
     "use up (docs/numerics.md)";
+// Option values. CLI11's own checks take a number beyond 64 bits for the nearest one and a negative
+// one for a huge one, and name a range by its 300 digits.
+CLI::Validator whole_number(int64_t least, int64_t most);
+CLI::Validator seed_number();                      // from 0 to 2^64 - 1
+CLI::Validator number(double least, double most);  // not NaN
+inline constexpr int64_t kMostThreads = 4096;      // as the library's plans take
+inline constexpr int64_t kMostTokens = int64_t{1} << 48;
 void add_common_options(CLI::App& sub, CommonOptions& common);
 void add_list_options(CLI::App& sub, ListOptions& lists);
 void add_case_options(CLI::App& sub, CaseArguments& arguments, bool required = true,

@@ -22,6 +22,8 @@ namespace logitless::cli {
 namespace {
 
 constexpr uint64_t kBlockBytes = 8 << 20;  // a cancel is noticed after at most one block
+constexpr const char* kNotWrittenOver =
+    "exists and is not a regular file, so it is not written over";
 
 // The temporary file's name for remove_unfinished_file. One file is written at a time.
 std::array<char, 4096> unfinished_path;
@@ -100,7 +102,7 @@ Result<OutputFile> OutputFile::create(const std::string& path) {
   const std::filesystem::file_status status = std::filesystem::status(path, code);
   const bool exists = std::filesystem::exists(status);
   if (exists && !std::filesystem::is_regular_file(status)) {
-    return rule_error(path, "exists and is not a regular file, so it is not written over");
+    return rule_error(path, kNotWrittenOver);
   }
   // A link is followed, so that what it points to is replaced and not the link.
   const std::string real = exists ? std::filesystem::canonical(path, code).string() : path;
@@ -138,6 +140,26 @@ Result<void> OutputFile::commit() {
   }
   temporary_.clear();
   unfinished.store(false);
+  return {};
+}
+
+Result<void> check_output(const std::string& path, const std::vector<std::string>& inputs) {
+  struct stat out {};
+  std::filesystem::path real = path;
+  if (::stat(path.c_str(), &out) == 0) {
+    if (!S_ISREG(out.st_mode)) return rule_error(path, kNotWrittenOver);
+    for (const std::string& input : inputs) {
+      struct stat in {};
+      if (::stat(input.c_str(), &in) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino) {
+        return rule_error(path, "is an input, so it is not written over");
+      }
+    }
+    std::error_code code;
+    real = std::filesystem::canonical(path, code);
+    if (code) return io_error(path, "cannot be examined", code.value());
+  }
+  const std::string folder = real.has_parent_path() ? real.parent_path().string() : ".";
+  if (::access(folder.c_str(), W_OK | X_OK) != 0) return io_error(path, "cannot be written", errno);
   return {};
 }
 

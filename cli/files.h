@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "logitless/cancel.h"
 #include "logitless/result.h"
@@ -48,6 +49,10 @@ class OutputFile {
   std::string temporary_;
   int fd_;
 };
+
+// What would keep `path` from being written, before hours of computing: no folder, a device, or one
+// of `inputs`, which would be lost.
+Result<void> check_output(const std::string& path, const std::vector<std::string>& inputs);
 
 // Removes the temporary file being written, if any. Async-signal-safe: for the handler of a second
 // Ctrl-C, which ends the program without unwinding.

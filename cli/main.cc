@@ -3,9 +3,12 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
+#include <iostream>
 #include <new>
 #include <string>
+#include <system_error>
 
 #include "cli/commands.h"
 #include "cli/failure.h"
@@ -27,17 +30,22 @@ std::string unknown_command(const CLI::App& app, int argc, char** argv) {
   return argv[1];
 }
 
-// Of ranks that fail together, one says why: the others' message is empty.
+// Of ranks that fail together, one says why: the others' message is empty. Where stderr cannot be
+// written either, the code has to do.
 int complain(int code, const std::string& message) {
   if (message.empty()) return code;
-  fmt::print(stderr, "logitless: {}\n", message);
+  std::fputs(fmt::format("logitless: {}\n", message).c_str(), stderr);
   return code;
 }
+
+constexpr const char* kNoStdout = "stdout cannot be written";
 
 }  // namespace
 
 int main(int argc, char** argv) {
   using namespace logitless::cli;
+  // A file beyond the limit of its size is an error of write(), as a full disk is.
+  std::signal(SIGXFSZ, SIG_IGN);
   Command command;
   CLI::App app(
       "Cross-entropy over a huge vocabulary without building the logits: run, verify, compare and "
@@ -62,7 +70,8 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& asked) {  // --help, --version
-    return app.exit(asked);
+    const int code = app.exit(asked);
+    return std::cout.flush() ? code : complain(kExitBadInput, kNoStdout);
   } catch (const CLI::ParseError& error) {
     const std::string unknown = unknown_command(app, argc, argv);
     if (!unknown.empty()) {
@@ -73,11 +82,13 @@ int main(int argc, char** argv) {
   }
   try {
     const int code = command();
-    if (std::fflush(stdout) != 0) return complain(kExitBadInput, "stdout cannot be written");
+    if (std::fflush(stdout) != 0) return complain(kExitBadInput, kNoStdout);
     return code;
   } catch (const Failure& failure) {
     return complain(failure.exit_code, failure.message);
   } catch (const std::bad_alloc&) {
     return complain(kExitBadInput, "there is not enough memory for this case");
+  } catch (const std::system_error&) {  // fmt::print's, of a text longer than stdout's buffer
+    return complain(kExitBadInput, kNoStdout);
   }
 }

@@ -18,14 +18,14 @@ constexpr std::chrono::milliseconds kBetween{100};
 Progress::Progress() : terminal_(stderr_is_terminal()), start_(Clock::now()), last_(start_) {}
 
 Progress::~Progress() {
-  if (shown_) fmt::print(stderr, "\r\033[K");
+  if (shown_) std::fputs("\r\033[K", stderr);
 }
 
 void Progress::show(const std::string& what) {
   const auto now = Clock::now();
   if (!terminal_ || now - start_ < kQuiet || (shown_ && now - last_ < kBetween)) return;
   const double seconds = std::chrono::duration<double>(now - start_).count();
-  fmt::print(stderr, "\r\033[K{:6.1f} s  {}", seconds, what);
+  std::fputs(fmt::format("\r\033[K{:6.1f} s  {}", seconds, what).c_str(), stderr);
   std::fflush(stderr);
   shown_ = true;
   last_ = now;

@@ -30,7 +30,8 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
 
 }  // namespace
 
-Program::Program(std::vector<std::string> arguments, std::vector<std::string> environment) {
+Program::Program(std::vector<std::string> arguments, std::vector<std::string> environment,
+                 const std::string& out) {
   std::string name = (std::filesystem::temp_directory_path() / "logitless_run_XXXXXX").string();
   folder_ = ::mkdtemp(name.data());
 
@@ -46,8 +47,8 @@ Program::Program(std::vector<std::string> arguments, std::vector<std::string> en
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
-  posix_spawn_file_actions_addopen(&actions, 1, (folder_ + "/out").c_str(), O_CREAT | O_WRONLY,
-                                   0600);
+  posix_spawn_file_actions_addopen(&actions, 1, (out.empty() ? folder_ + "/out" : out).c_str(),
+                                   O_CREAT | O_WRONLY, 0600);
   posix_spawn_file_actions_addopen(&actions, 2, (folder_ + "/err").c_str(), O_CREAT | O_WRONLY,
                                    0600);
   const std::vector<char*> argv = pointers(command);
@@ -95,9 +96,9 @@ ProgramResult Program::wait() {
   return result;
 }
 
-ProgramResult run_program(std::vector<std::string> arguments,
-                          std::vector<std::string> environment) {
-  return Program(std::move(arguments), std::move(environment)).wait();
+ProgramResult run_program(std::vector<std::string> arguments, std::vector<std::string> environment,
+                          const std::string& out) {
+  return Program(std::move(arguments), std::move(environment), out).wait();
 }
 
 }  // namespace logitless::cli::test

@@ -17,8 +17,10 @@ struct ProgramResult {
 // The built program, as a child process; nothing passes through a shell.
 class Program {
  public:
-  // Starts it; environment: "NAME=value" on top of this process's.
-  explicit Program(std::vector<std::string> arguments, std::vector<std::string> environment = {});
+  // Starts it; environment: "NAME=value" on top of this process's. out: where its stdout goes, if
+  // not into the result.
+  explicit Program(std::vector<std::string> arguments, std::vector<std::string> environment = {},
+                   const std::string& out = "");
   ~Program();
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
@@ -34,6 +36,6 @@ class Program {
 };
 
 ProgramResult run_program(std::vector<std::string> arguments,
-                          std::vector<std::string> environment = {});
+                          std::vector<std::string> environment = {}, const std::string& out = "");
 
 }  // namespace logitless::cli::test

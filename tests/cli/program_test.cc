@@ -5,10 +5,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <thread>
 
@@ -392,11 +394,75 @@ TEST_F(ProgramTest, CtrlCAtAnyMomentLeavesAllOrNothing) {
 
 TEST_F(ProgramTest, AFullDiskIsSaid) {
   if (::access("/dev/full", W_OK) != 0) GTEST_SKIP() << "no /dev/full";
-  // Text that cannot be printed is no success either.
   const ProgramResult result = run_program({"make", "/dev/full"});
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_THAT(result.err,
               MatchesRegex("logitless: /dev/full: exists and is not a regular file.*\n"));
+  // Text that cannot be printed is no success either, be it short or long.
+  const std::string path = small_case();
+  const std::vector<std::vector<std::string>> commands = {{"loss", path},
+                                                          {"loss", path, "--json"},
+                                                          {"verify", path, "--tokens", "3"},
+                                                          {"verify", "--help"},
+                                                          {"--version"}};
+  for (const std::vector<std::string>& command : commands) {
+    const ProgramResult unprinted = run_program(command, {}, "/dev/full");
+    EXPECT_EQ(unprinted.exit_code, 2) << command.back();
+    EXPECT_EQ(unprinted.err, "logitless: stdout cannot be written\n") << command.back();
+  }
+}
+
+// A limit of the size of files is an error like a full disk: said, and no half file.
+TEST_F(ProgramTest, AFileLargerThanIsAllowedIsSaid) {
+  const std::string path = small_case();
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit small = before;
+  small.rlim_cur = 20000;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);  // the child's too
+  Program program({"gradient", path, "--out", scratch_.path("out")});
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  const ProgramResult result = program.wait();
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_THAT(result.err, MatchesRegex("logitless: .*out: cannot be written: File too large\n"));
+  EXPECT_EQ(scratch_.files(), (std::vector<std::string>{"case.safetensors"}));
+}
+
+TEST_F(ProgramTest, ACaseIsNotWrittenOver) {
+  const std::string path = small_case();
+  const std::string bytes = test::read_file(path);
+  const std::string link = scratch_.path("link");
+  std::filesystem::create_symlink(path, link);
+  for (const std::string& out : {path, link, scratch_.path("./case.safetensors")}) {
+    expect_refused({"gradient", path, "--out", out}, HasSubstr("is an input"));
+    expect_refused({"gradient", path, "--grad-tolerance", "2^-4", "--out", out},
+                   HasSubstr("is an input"));
+  }
+  EXPECT_EQ(test::read_file(path), bytes);
+}
+
+// Before anything is computed: this case would take for ever, and so would its making.
+TEST_F(ProgramTest, AnImpossibleOutIsRefusedAtOnce) {
+  expect_refused({"make", scratch_.path("no/folder"), "--tokens", "1", "--vocab", "1000000",
+                  "--hidden", "1000000"},
+                 HasSubstr("cannot be written: No such file or directory"));
+}
+
+TEST_F(ProgramTest, NumbersOutOfRangeAreNamedWithTheirRange) {
+  const std::string path = small_case();
+  expect_refused({"loss", path, "--threads", "0"},
+                 HasSubstr("--threads: '0' is not a whole number from 1 to 4096"));
+  expect_refused({"loss", path, "--threads", "5000"}, HasSubstr("from 1 to 4096"));
+  expect_refused({"loss", path, "--tokens", "-1"}, HasSubstr("--tokens: '-1'"));
+  expect_refused({"loss", path, "--shards", "1.5"}, HasSubstr("from 1 to 1048576"));
+  // Not the nearest number of 64 bits.
+  expect_refused({"loss", path, "--ignore-index", "99999999999999999999"},
+                 HasSubstr("--ignore-index: '99999999999999999999' is not a whole number"));
+  expect_refused({"make", path, "--tokens", "99999999999999999999"}, HasSubstr("--tokens"));
+  expect_refused({"make", path, "--seed", "-1"}, HasSubstr("--seed: '-1' is not a whole number"));
+  expect_refused({"bench", "--shape", "1,2,3", "--seconds", "0"},
+                 HasSubstr("--seconds: '0' is not a number from 0.001 to 86400"));
+  expect_refused({"bench", "--shape", "1,2,3", "--seconds", "nan"}, HasSubstr("--seconds: 'nan'"));
 }
 
 }  // namespace
