@@ -283,11 +283,8 @@ void statistics_of_row(std::span<const double> logits, std::span<const double> u
   const bool has_target = !masked && target >= 0 && target < static_cast<int64_t>(logits.size());
   double predicted = 0.0;
   if (has_target) {
-    predicted = logits[static_cast<size_t>(target)] == max
-                    ? 0.0
-                    : logits[static_cast<size_t>(target)] - max;
-    if (max == -kInfinity) predicted = 0.0;
-    if (std::isnan(max)) predicted = kNaN;
+    // NaN where the maximum is infinite or NaN, except that -inf beside -inf is 0.
+    predicted = max == -kInfinity ? 0.0 : logits[static_cast<size_t>(target)] - max;
   } else if (!masked && !logits.empty()) {
     // The target's id is on this shard, its row is not: as if its logit were 0.
     predicted = max == -kInfinity ? 0.0 : 0.0 - max;
@@ -709,6 +706,7 @@ GradLogitsBlock grad_logits_of(const GradientOperands& operands, const GradientO
       block.value(i, j) = value;
       error.value = value;
       error.softmax = p;
+      error.logsumexp_part = p * grad_logsumexp;
       if (!std::isfinite(value)) continue;
       block.variance(i, j) = grad_logits_variance(error);
       if (multiply != DType::f32) {

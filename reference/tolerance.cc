@@ -83,7 +83,12 @@ double exp_sum_variance(double terms, double repetition) {
 double grad_logits_variance(const GradLogitsError& e) {
   const double operand_roundoff = unit_roundoff(e.multiply);
   // In float: 1 / sum, its product with exp, the subtraction, the scaling.
-  double variance = kFloatVariance * 2.0 * e.value * e.value;
+  // Both parts are rounded before they cancel in their sum, which is rounded itself.
+  const double part = e.value - e.logsumexp_part;
+  double variance = kFloatVariance * 2.0 * part * part;
+  if (e.logsumexp_part != 0.0) {
+    variance += kFloatVariance * (e.logsumexp_part * e.logsumexp_part + e.value * e.value);
+  }
   // Relative to softmax, not to softmax - 1.
   const double softmax = e.softmax * e.scale;
   variance += softmax * softmax * (e.softmax_variance + 2.0 * kFloatVariance);

@@ -65,7 +65,8 @@ struct GradLogitsError {
   DType multiply = DType::bf16;
   double value = 0;             // grad_logits[b, v]
   double softmax = 0;           // softmax[b, v]
-  double scale = 0;             // |grad| + |grad_logsumexp| of the token
+  double scale = 0;             // |grad + grad_logsumexp| of the token: what its errors grow by
+  double logsumexp_part = 0;    // softmax * grad_logsumexp: value is what is left beside it
   double softmax_variance = 0;  // relative: of the logit (its absolute error) and of exp
   double flip = 0;       // |change| of the softmax if a rounded logit falls on the other side
   double underflow = 0;  // largest error from below the least normal number; see below

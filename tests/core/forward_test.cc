@@ -281,12 +281,16 @@ TEST_P(Forward, PlusInfinityStaysInItsRow) {
   for (int64_t h = 0; h < shape.H; ++h) c.input.set(4, h, 1.0);
   for (int64_t h = 0; h < shape.H; ++h) c.weight.set(7, h, 0.5);
   c.input.set(4, 0, INFINITY);
+  c.target.set_index(4, 7);
   ForwardCase reference_case = make_forward_case(shape, all_arithmetics()[1]);
   for (int64_t h = 0; h < shape.H; ++h) reference_case.weight.set(7, h, 0.5);
   const ForwardResult r = run_forward(c, options());
   const ForwardResult want = run_forward(reference_case, options());
   EXPECT_EQ(r.logits_max.get(4), INFINITY);
   EXPECT_TRUE(std::isnan(r.sum_exp_logits.get(4)));
+  // Its target's own logit is infinite too: predicted is inf - inf, in the definition as well.
+  EXPECT_TRUE(std::isnan(r.predicted_logits.get(4)));
+  expect_forward(c, r);
   for (int64_t b = 0; b < shape.BT; ++b) {
     if (b == 4) continue;
     EXPECT_EQ(r.token_bits(b, c.mask_layout), want.token_bits(b, c.mask_layout)) << b;

@@ -181,6 +181,20 @@ TEST_P(ToleranceTest, PlainFloatGradientIsWithin) {
   }
 }
 
+// Two gradients that nearly cancel leave the roundings of both.
+TEST_P(ToleranceTest, GradientsThatCancelAreWithin) {
+  for (const auto mode : {GradientMode::memory_saving, GradientMode::high_performance}) {
+    GradientCase c = make_gradient_case(make_forward_case(kShape, GetParam()),
+                                        {.mode = mode, .grad_logsumexp = true});
+    for (int64_t b = 0; b < kShape.BT; ++b) {
+      c.grad_logsumexp->set(
+          b, -c.grad.get(b) * (1.0 + std::ldexp(1.0, -6 - static_cast<int>(b % 16))));
+    }
+    c.grad_input = c.grad_weight = GradientOutput{.dtype = DType::f32};
+    expect_gradient(c, plain_float(c));
+  }
+}
+
 // Of some assertions inside, at least one must fail.
 template <typename F>
 int failures_of(F&& judge) {
