@@ -92,46 +92,6 @@ END
   compile "$cxx" $standard "$unit/habits.cc" -I"$include" -I"$include/aclnnop" -I"$include/aclnn" \
     -Wno-variadic-macros -Wno-gnu-zero-variadic-macro-arguments
 
-  # What each header brings along; the errors of operators come with their own header only.
-  while read -r header names; do
-    {
-      printf '#include "%s"\n#ifdef ACLNN_SUCCESS\n#error not asked for\n#endif\n' "$header"
-      echo "namespace found {"
-      for name in $names; do echo "using ::$name;"; done
-      echo "}"
-    } >"$unit/chain.cc"
-    compile "$cxx" $standard "$unit/chain.cc" -I"$include"
-  done <<'END'
-acl/acl.h aclrtMalloc aclInit aclGetRecentErrMsg aclDataTypeSize aclrtStream aclrtRunMode size_t
-acl/acl_rt.h aclrtMalloc aclError aclDataType ACL_SUCCESS int32_t size_t
-acl/acl_base.h aclError aclDataType aclFormat ACL_ERROR_INVALID_PARAM aclFloat16ToFloat
-aclnn/acl_meta.h aclCreateTensor aclnnStatus aclOpExecutor aclDataType OK ACL_SUCCESS aclrtStream
-aclnn/aclnn_base.h aclnnInit aclnnFinalize aclCreateTensor
-aclnnop/aclnn_fused_linear_online_max_sum.h aclnnFusedLinearOnlineMaxSum aclCreateTensor aclnnInit
-aclnnop/aclnn_fused_cross_entropy_loss_with_max_sum.h aclnnFusedCrossEntropyLossWithMaxSum aclnnInit
-aclnnop/aclnn_fused_linear_cross_entropy_loss_grad.h aclnnFusedLinearCrossEntropyLossGrad aclnnInit
-END
-  cat >"$unit/macros.cc" <<'END'
-#include "aclnnop/aclnn_util.h"
-#ifndef ACLNN_API
-#error aclnn_util.h brings ACLNN_API
-#endif
-ACLNN_API extern int exported;
-#include "acl/acl_base.h"
-#if !defined(ACL_ERROR_RT_PARAM_INVALID) || ACL_ERROR_RT_PARAM_INVALID != 107000
-#error acl_base.h brings the errors of the runtime
-#endif
-#include "aclnn/opdev/op_errno.h"
-#if ACLNN_SUCCESS != 0 || ACLNN_ERR_PARAM_NULLPTR != 161001
-#error op_errno.h brings the errors of operators
-#endif
-#define TEXT_OF(macro) #macro
-#define TEXT(macro) TEXT_OF(macro)
-static_assert((sizeof(TEXT(ACL_FUNC_VISIBILITY)) == 1) == (EXPECT_EMPTY != 0), "visibility");
-END
-  compile "$cxx" $standard "$unit/macros.cc" -I"$include" -DEXPECT_EMPTY=1
-  compile "$cxx" $standard "$unit/macros.cc" -I"$include" -DEXPECT_EMPTY=0 -DFUNC_VISIBILITY
-
   # Building a library that exports the interface anew.
   compile "$cxx" $standard "$unit/all.cc" -I"$include" -I"$include/aclnnop" -I"$include/aclnn" \
     -DFUNC_VISIBILITY
@@ -155,6 +115,46 @@ static_assert(OK == 7, "the client's own");
 END
   compile "$cxx" $standard "$unit/own.cc" -I"$include"
 done
+
+# What each header brings along; the errors of operators come with their own header only.
+while read -r header names; do
+  {
+    printf '#include "%s"\n#ifdef ACLNN_SUCCESS\n#error not asked for\n#endif\n' "$header"
+    echo "namespace found {"
+    for name in $names; do echo "using ::$name;"; done
+    echo "}"
+  } >"$unit/chain.cc"
+  compile "$cxx" c++11 "$unit/chain.cc" -I"$include"
+done <<'END'
+acl/acl.h aclrtMalloc aclInit aclGetRecentErrMsg aclDataTypeSize aclrtStream aclrtRunMode size_t
+acl/acl_rt.h aclrtMalloc aclError aclDataType ACL_SUCCESS int32_t size_t
+acl/acl_base.h aclError aclDataType aclFormat ACL_ERROR_INVALID_PARAM aclFloat16ToFloat
+aclnn/acl_meta.h aclCreateTensor aclnnStatus aclOpExecutor aclDataType OK ACL_SUCCESS aclrtStream
+aclnn/aclnn_base.h aclnnInit aclnnFinalize aclCreateTensor
+aclnnop/aclnn_fused_linear_online_max_sum.h aclnnFusedLinearOnlineMaxSum aclCreateTensor aclnnInit
+aclnnop/aclnn_fused_cross_entropy_loss_with_max_sum.h aclnnFusedCrossEntropyLossWithMaxSum aclnnInit
+aclnnop/aclnn_fused_linear_cross_entropy_loss_grad.h aclnnFusedLinearCrossEntropyLossGrad aclnnInit
+END
+cat >"$unit/macros.cc" <<'END'
+#include "aclnnop/aclnn_util.h"
+#ifndef ACLNN_API
+#error aclnn_util.h brings ACLNN_API
+#endif
+ACLNN_API extern int exported;
+#include "acl/acl_base.h"
+#if !defined(ACL_ERROR_RT_PARAM_INVALID) || ACL_ERROR_RT_PARAM_INVALID != 107000
+#error acl_base.h brings the errors of the runtime
+#endif
+#include "aclnn/opdev/op_errno.h"
+#if ACLNN_SUCCESS != 0 || ACLNN_ERR_PARAM_NULLPTR != 161001
+#error op_errno.h brings the errors of operators
+#endif
+#define TEXT_OF(macro) #macro
+#define TEXT(macro) TEXT_OF(macro)
+static_assert((sizeof(TEXT(ACL_FUNC_VISIBILITY)) == 1) == (EXPECT_EMPTY != 0), "visibility");
+END
+compile "$cxx" c++11 "$unit/macros.cc" -I"$include" -DEXPECT_EMPTY=1
+compile "$cxx" c++11 "$unit/macros.cc" -I"$include" -DEXPECT_EMPTY=0 -DFUNC_VISIBILITY
 
 for standard in c99 c11; do
   for header in $(cd "$include" && find acl -name '*.h'); do
