@@ -745,10 +745,15 @@ struct OnePassChoice {
   std::optional<LossAndGradientPlanData> best = {};
   double best_cost = 0;
 
+  bool fits(LossAndGradientPlanData c) {
+    least_bytes = std::min(least_bytes, lay_out_least(c));
+    return c.workspace_bytes <= limit_bytes;
+  }
+
   // False when it does not fit.
   bool consider(LossAndGradientPlanData c) {
-    least_bytes = std::min(least_bytes, lay_out_least(c));
-    if (c.workspace_bytes > limit_bytes) return false;
+    if (!fits(c)) return false;
+    lay_out_least(c);
     lengthen_chunks(c, limit_bytes);
     const double cost = one_pass_overhead(c) + reluctance(c.gradient);
     if (!best || cost < best_cost) {
@@ -776,13 +781,23 @@ bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
     choice.consider(c);
   }
   for (const int64_t vocab_chunk : vocab_chunks_of_one_pass(p)) {
-    // Fewer than 64 tokens a block: packing weight again costs more than the fourth product.
-    for (int64_t blocks = 1; blocks <= std::max<int64_t>(1, p.shape.BT / 64); ++blocks) {
+    const auto in_blocks = [&](int64_t blocks) {
       LossAndGradientPlanData c = p;
       c.forward.token_block = c.gradient.token_chunk = block_of(blocks);
       c.gradient.vocab_chunk = vocab_chunk;
-      if (choice.consider(c)) break;  // shorter blocks only cost more
+      return c;
+    };
+    // The fewest blocks that fit, as shorter ones only cost more. One is tried apart: it needs no
+    // sums between blocks. Of several, what they need falls with their length.
+    if (choice.consider(in_blocks(1))) continue;
+    // Fewer than 64 tokens a block: packing weight again costs more than the fourth product.
+    int64_t too_few = 1, enough = std::max<int64_t>(1, p.shape.BT / 64);
+    if (enough == 1 || !choice.fits(in_blocks(enough))) continue;
+    while (enough - too_few > 1) {
+      const int64_t middle = too_few + (enough - too_few) / 2;
+      (choice.fits(in_blocks(middle)) ? enough : too_few) = middle;
     }
+    choice.consider(in_blocks(enough));
   }
   least_bytes = choice.least_bytes;
   if (choice.best) p = *choice.best;

@@ -228,6 +228,38 @@ TEST_P(Plan, EightMebibytesBesideTheAccumulatorSuffice) {
   }
 }
 
+// Every size that is allowed is planned, or refused, without a search as long as the sizes are.
+TEST_P(Plan, TheLargestSizesAreAnsweredAtOnce) {
+  constexpr int64_t kMost = int64_t{1} << 48;
+  for (const Shape& shape : {Shape{.BT = kMost, .V = 1, .H = 1}, Shape{.BT = 1, .V = kMost, .H = 1},
+                             Shape{.BT = 1, .V = 1, .H = kMost},
+                             Shape{.BT = int64_t{1} << 40, .V = 1 << 12, .H = 1 << 12},
+                             Shape{.BT = 1 << 12, .V = int64_t{1} << 40, .H = 1 << 12}}) {
+    for (const int64_t limit : {int64_t{0}, kMiB, 1024 * kMiB}) {
+      PlanOptions wanted = options(3);
+      wanted.workspace_limit_bytes = limit;
+      const auto kept = [&](const auto& plan) {
+        if (plan) {
+          EXPECT_GE(plan->workspace_bytes(), 0);
+          EXPECT_TRUE(limit == 0 || plan->workspace_bytes() <= limit);
+        } else {
+          EXPECT_EQ(plan.error().kind, ErrorKind::limit_too_small) << plan.error().message;
+        }
+      };
+      kept(plan_forward(shape, {}, wanted));
+      kept(plan_gradient(shape, {.grad_input = {{DType::bf16}}, .grad_weight = {{DType::bf16}}},
+                         wanted));
+      for (const float tolerance : {0.0f, 0x1p-9f}) {
+        LossAndGradientTypes types{.grad_input = {{DType::bf16}}, .grad_weight = {{DType::bf16}}};
+        types.grad_tolerance = tolerance;
+        for (const Strategy strategy : {Strategy::automatic, Strategy::one_pass}) {
+          kept(plan_loss_and_gradient(shape, types, wanted, strategy));
+        }
+      }
+    }
+  }
+}
+
 TEST_P(Plan, ThreadsAreTakenFromTheOptionsOrTheMachine) {
   EXPECT_EQ(plan_forward({.BT = 4, .V = 4, .H = 4}, {}, options(5))->threads(), 5);
   EXPECT_EQ(plan_forward({.BT = 4096, .V = 4096, .H = 4096}, {}, {.isa = isa()})->threads(),
