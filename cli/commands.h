@@ -93,10 +93,12 @@ void add_plan(CLI::App& app, Command& command);
 
 // Shared by them.
 inline constexpr const char* kFloatMargins =
-    "few elements, whose worst is milder than the worst of many; and float sums\nare allowed "
-    "partial "
-    "sums that wander from 0 to the result and beyond, which rows with small\npartial sums do not "
-    "use up (docs/numerics.md)";
+    "few elements, whose worst is milder than the worst of many; float sums, which are\nallowed "
+    "partial sums that wander from 0 to the result and beyond; the mean of merged\nsums, one "
+    "number "
+    "in which errors cancel; and merging, which is allowed exp's promised\n2 ulp and stays below "
+    "(docs/numerics.md, How error is judged)";
+
 // Option values. CLI11's own checks take a number beyond 64 bits for the nearest one and a negative
 // one for a huge one, and name a range by its 300 digits.
 CLI::Validator whole_number(int64_t least, int64_t most);
