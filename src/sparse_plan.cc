@@ -192,7 +192,23 @@ bool set_sparse_choice(SparsePlanData& p, int choice) {
   return is_found(p);
 }
 
+Error too_many_candidates(int64_t V, int threads) {
+  return Error{ErrorKind::invalid_argument,
+               "grad_tolerance: must be 0 for a vocabulary of " + std::to_string(V) + " rows on " +
+                   std::to_string(threads) +
+                   " threads, of which the candidates even of one token are more than 32 bits can "
+                   "number"};
+}
+
 namespace {
+
+// In any workspace.
+Result<void> check_possible(const SparsePlanData& sparse) {
+  SparsePlanData unlimited = sparse;
+  int64_t least = 0;
+  if (choose_sparse(unlimited, INT64_MAX, least)) return {};
+  return too_many_candidates(sparse.vocabulary, sparse.target.threads);
+}
 
 Error does_not_fit(int64_t limit_bytes, int64_t least) {
   return Error{ErrorKind::limit_too_small,
@@ -220,6 +236,7 @@ Result<void> plan_sparse(LossAndGradientPlanData& plan, const PlanOptions& optio
   data->after = data->exact;
   if (data->after.types.grad_weight) data->after.types.grad_weight->accumulate = true;
   data->sparse = begin_sparse(plan.shape, plan.types, plan.target);
+  if (auto ok = check_possible(data->sparse); !ok) return ok;
   int64_t least = 0;
   const auto choose = [&](const auto& chosen) {
     int64_t bytes = 0;
@@ -275,6 +292,7 @@ Result<void> plan_sparse(GradientPlanData& plan, const PlanOptions& options) {
   data->sparse = begin_sparse(plan.shape, plan.types, plan.target);
   data->sparse.forward.types.target = DType::i64;
   data->sparse.forward.types.logits_rounding = plan.types.logits_rounding;
+  if (auto ok = check_possible(data->sparse); !ok) return ok;
   PlanOptions inner{.threads = plan.target.threads, .isa = plan.target.isa};
   const auto plan_exact = [&]() -> Result<void> {
     auto exact = plan_gradient(plan.shape, types, inner);

@@ -404,7 +404,10 @@ Result<Choices> plan_locally(VocabParallelPlanData& p, const RowRange& rows,
     p.sparse = begin_split({p.shape.BT, rows.size(), p.shape.H}, p.shape.V, rows.begin, p.step,
                            p.forward->data().target);
     sparse = fitting_sparse(p, options, least);
-    if (sparse == 0) return too_small("a sparse gradient");
+    if (sparse == 0) {
+      if (least == INT64_MAX) return too_many_candidates(rows.size(), p.sparse->target.threads);
+      return too_small("a sparse gradient");
+    }
   } else if (p.types.strategy != Strategy::one_pass) {
     if (recomputed) open |= Choices{1} << kRecompute;
     if (p.types.strategy == Strategy::recompute || !p.gradients()) {
