@@ -55,7 +55,8 @@ struct GradientOutput {
 // vocabulary id alone: on no thread, chunk or limit. Kept values are not rounded to the operand
 // type. A row of which this would keep more than a fifth, or whose statistics are not finite, is
 // treated exactly, as are all rows where eps is 0. (In a batch that has both kinds of rows, a
-// 16-bit grad_weight is rounded once for either.)
+// 16-bit grad_weight is rounded once for either.) A vocabulary of
+// about 2^32 rows, the candidates of which 32 bits cannot number, is refused (invalid_argument).
 inline constexpr float kLeastGradTolerance = 0x1p-16f;
 inline constexpr float kMostGradTolerance = 0.5f;
 
