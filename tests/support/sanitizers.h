@@ -30,6 +30,11 @@
 namespace logitless::test {
 
 inline constexpr bool kSanitized = LOGITLESS_SANITIZED == 1;
+#ifdef LOGITLESS_ADDRESS_SANITIZED
+inline constexpr bool kThreadSanitized = false;
+#else
+inline constexpr bool kThreadSanitized = kSanitized;
+#endif
 
 // Memory fresh from mmap may lie where the sanitizer's allocator had memory before, and still be
 // marked as freed there.
