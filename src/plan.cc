@@ -745,7 +745,7 @@ struct OnePassChoice {
   std::optional<LossAndGradientPlanData> best = {};
   double best_cost = 0;
 
-  bool fits(LossAndGradientPlanData c) {
+  bool fits(LossAndGradientPlanData& c) {
     least_bytes = std::min(least_bytes, lay_out_least(c));
     return c.workspace_bytes <= limit_bytes;
   }
@@ -753,7 +753,6 @@ struct OnePassChoice {
   // False when it does not fit.
   bool consider(LossAndGradientPlanData c) {
     if (!fits(c)) return false;
-    lay_out_least(c);
     lengthen_chunks(c, limit_bytes);
     const double cost = one_pass_overhead(c) + reluctance(c.gradient);
     if (!best || cost < best_cost) {
@@ -792,10 +791,14 @@ bool choose_one_pass(LossAndGradientPlanData& p, int64_t& least_bytes) {
     if (choice.consider(in_blocks(1))) continue;
     // Fewer than 64 tokens a block: packing weight again costs more than the fourth product.
     int64_t too_few = 1, enough = std::max<int64_t>(1, p.shape.BT / 64);
-    if (enough == 1 || !choice.fits(in_blocks(enough))) continue;
+    const auto fit = [&](int64_t blocks) {
+      LossAndGradientPlanData c = in_blocks(blocks);
+      return choice.fits(c);
+    };
+    if (enough == 1 || !fit(enough)) continue;
     while (enough - too_few > 1) {
       const int64_t middle = too_few + (enough - too_few) / 2;
-      (choice.fits(in_blocks(middle)) ? enough : too_few) = middle;
+      (fit(middle) ? enough : too_few) = middle;
     }
     choice.consider(in_blocks(enough));
   }

@@ -192,12 +192,13 @@ bool set_sparse_choice(SparsePlanData& p, int choice) {
   return is_found(p);
 }
 
-Error too_many_candidates(int64_t V, int threads) {
+Error beyond_32_bits(const Shape& shape, int threads) {
   return Error{ErrorKind::invalid_argument,
-               "grad_tolerance: must be 0 for a vocabulary of " + std::to_string(V) + " rows on " +
-                   std::to_string(threads) +
-                   " threads, of which the candidates even of one token are more than 32 bits can "
-                   "number"};
+               "grad_tolerance: must be 0 for [BT, V, H] = [" + std::to_string(shape.BT) + ", " +
+                   std::to_string(shape.V) + ", " + std::to_string(shape.H) +
+                   "], threads = " + std::to_string(threads) +
+                   ": candidates of one token, or grad_input of a group of tokens over ranks, are "
+                   "more than 32 bits can number"};
 }
 
 namespace {
@@ -207,7 +208,7 @@ Result<void> check_possible(const SparsePlanData& sparse) {
   SparsePlanData unlimited = sparse;
   int64_t least = 0;
   if (choose_sparse(unlimited, INT64_MAX, least)) return {};
-  return too_many_candidates(sparse.vocabulary, sparse.target.threads);
+  return beyond_32_bits(sparse.shape, sparse.target.threads);
 }
 
 Error does_not_fit(int64_t limit_bytes, int64_t least) {

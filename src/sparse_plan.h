@@ -133,7 +133,7 @@ Result<void> plan_sparse(GradientPlanData& plan, const PlanOptions& options);
 // What a limit allows; the least bytes possible where it allows nothing.
 bool choose_sparse(SparsePlanData& plan, int64_t limit_bytes, int64_t& least_bytes);
 // Where no workspace would help.
-Error too_many_candidates(int64_t V, int threads);
+Error beyond_32_bits(const Shape& shape, int threads);
 
 // A vocabulary split over ranks, of which `shape` has this rank's rows. Blocks and groups must be
 // those of all ranks, so they are chosen among these: the fewest groups, then the longest blocks,

@@ -405,7 +405,7 @@ Result<Choices> plan_locally(VocabParallelPlanData& p, const RowRange& rows,
                            p.forward->data().target);
     sparse = fitting_sparse(p, options, least);
     if (sparse == 0) {
-      if (least == INT64_MAX) return too_many_candidates(rows.size(), p.sparse->target.threads);
+      if (least == INT64_MAX) return beyond_32_bits(p.sparse->shape, p.sparse->target.threads);
       return too_small("a sparse gradient");
     }
   } else if (p.types.strategy != Strategy::one_pass) {

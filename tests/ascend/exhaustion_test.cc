@@ -55,19 +55,6 @@ void expect_told(const char* what, int expected, const Call& call, const Clean& 
 
 constexpr auto kNothing = [] {};
 
-Forward make_forward() {
-  Forward f;
-  f.input = Array(ACL_BF16, {9, 16});
-  f.weight = Array(ACL_BF16, {140, 16});
-  f.target = Array(ACL_INT32, {9});
-  fill_exact(f.input, 1);
-  fill_exact(f.weight, 2);
-  f.target.fill(4);
-  f.end = 140;
-  f.make_outputs(false);
-  return f;
-}
-
 TEST_F(Exhaustion, OfTensorsArraysAndLists) {
   const std::int64_t dims[] = {2, 3};
   aclTensor* tensor = nullptr;
@@ -104,7 +91,7 @@ TEST_F(Exhaustion, OfTensorsArraysAndLists) {
 }
 
 TEST_F(Exhaustion, OfBothPhases) {
-  const Forward f = make_forward();
+  const Forward f = small_forward();
   Loss loss;
   Gradient gradient;
   for (Array* array : {&loss.logits_max, &loss.sum_exp, &loss.predicted, &gradient.grad,
@@ -160,7 +147,7 @@ TEST_F(Exhaustion, OfBothPhases) {
 }
 
 TEST_F(Exhaustion, OfAPhaseTwoConsumesItsExecutor) {
-  const Forward f = make_forward();
+  const Forward f = small_forward();
   std::uint64_t size = 0;
   for (int before = 0;; ++before) {
     aclOpExecutor* executor = nullptr;

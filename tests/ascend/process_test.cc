@@ -26,19 +26,6 @@ constexpr aclError kNoContext = 107002;
 constexpr aclError kInvalidHandle = 107017;
 constexpr aclError kForked = 507000;
 
-Forward small_forward() {
-  Forward f;
-  f.input = Array(ACL_BF16, {9, 16});
-  f.weight = Array(ACL_BF16, {140, 16});
-  f.target = Array(ACL_INT32, {9});
-  fill_exact(f.input, 1);
-  fill_exact(f.weight, 2);
-  f.target.fill(4);
-  f.end = 140;
-  f.make_outputs(false);
-  return f;
-}
-
 TEST(Process, InitCountsAndFinalizeEndsWhateverTheCount) {
   EXPECT_IN_FRESH_PROCESS({
     EXPECT_EQ(aclInit(nullptr), ACL_SUCCESS);

@@ -80,15 +80,7 @@ TEST(Stream, RunsBesideTheCaller) {
   Gate gate;
   ASSERT_EQ(gate.close_on(stream), ACL_SUCCESS);
   EXPECT_TRUE(gate.wait_until_reached()) << "the stream runs without anyone waiting for it";
-  Forward f;
-  f.input = Array(ACL_BF16, {9, 16});
-  f.weight = Array(ACL_BF16, {140, 16});
-  f.target = Array(ACL_INT32, {9});
-  fill_exact(f.input, 1);
-  fill_exact(f.weight, 2);
-  f.target.fill(4);
-  f.end = 140;
-  f.make_outputs(false);
+  Forward f = small_forward();
   std::uint64_t size = 0;
   aclOpExecutor* executor = nullptr;
   ASSERT_EQ(f.prepare(&size, &executor), 0);

@@ -376,6 +376,19 @@ void Forward::make_outputs(bool with_logits, Layout layout) {
   if (with_logits) logits = Array(input.dtype(), {tokens, weight.dim(0)}, layout);
 }
 
+Forward small_forward() {
+  Forward f;
+  f.input = Array(ACL_BF16, {9, 16});
+  f.weight = Array(ACL_BF16, {140, 16});
+  f.target = Array(ACL_INT32, {9});
+  fill_exact(f.input, 1);
+  fill_exact(f.weight, 2);
+  f.target.fill(4);
+  f.end = 140;
+  f.make_outputs(false);
+  return f;
+}
+
 aclnnStatus Forward::prepare(std::uint64_t* workspace_size, aclOpExecutor** executor) const {
   return aclnnFusedLinearOnlineMaxSumGetWorkspaceSize(
       input.tensor(), weight.tensor(), target.tensor(), start, end, logits_max.tensor(),

@@ -175,6 +175,8 @@ struct Forward {
     return (mask.get_int(b / 8) >> (b % 8)) & 1;
   }
 };
+// [9, 16] times [140, 16], all of it in place: a forward to run where any will do.
+Forward small_forward();
 
 struct Loss {
   Array logits_max, sum_exp, predicted, logits;
